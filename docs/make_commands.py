@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.cli.main import COMMANDS
+from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.serve import ServeConfig
@@ -62,6 +63,8 @@ def document() -> str:
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,
         "db info": DbInfoConfig,
+        "stop": StopConfig,
+        "status": StatusConfig,
         "ledger": LedgerConfig,
     }
     for name, config in others.items():

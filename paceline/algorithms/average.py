@@ -85,6 +85,9 @@ class WeightAverage:
 
     Attributes:
         waited: seconds that this thread has waited for peers so far.
+        last_round: the first step of the last completed round, and the step after its end: in
+            between, the last fragment was taken once. (0, 0) before there is one.
+        residuals: as given.
     """
 
     def __init__(
@@ -102,11 +105,11 @@ class WeightAverage:
         self._buckets, self._exchange, self._schedule = tuple(buckets), exchange, schedule
         self._of_model = {i: b for i, b in enumerate(buckets) if isinstance(b, MergedBucket)}
         self._fragments = [_Fragment(buckets=tuple(indices)) for indices in fragments]
-        self._mix, self._recorder, self._residuals = mix, recorder, residuals
+        self._mix, self._recorder, self.residuals = mix, recorder, residuals
         self._end_startup: Callable[[], None] | None = end_startup
         self._step = 0  # the next one
         self._shows_anchor = False
-        self.waited = 0.0
+        self.waited, self.last_round = 0.0, (0, 0)
         self.close = exchange.close
 
     def begin(self, step: int) -> bool:
@@ -206,6 +209,8 @@ class WeightAverage:
             self._apply(number)
         samples, of_all = fragment.samples
         fragment.samples, fragment.taken_after = (0.0, 0), self._step - 1
+        if fragment is self._fragments[-1]:
+            self.last_round = self.last_round[1], self._step
         self._exchange.begin(1.0, fragment.buckets)
         for index in fragment.buckets:
             bucket = self._buckets[index]
@@ -268,7 +273,7 @@ class WeightAverage:
         self.hide_anchor()
         for fragment in self._fragments:
             self._receive(fragment)
-        residual = None if self._residuals is None else self._residuals.local(in_step=False)
+        residual = None if self.residuals is None else self.residuals.local(in_step=False)
         own = {index: torch.empty_like(b.anchor) for index, b in self._of_model.items()}
         for index, bucket in self._of_model.items():
             bucket.values.read(own[index])
@@ -324,6 +329,7 @@ class WeightAverage:
                     self._copy_named(shared["outer"][name], index, flat)
             bucket.values.write(bucket.anchor)
         self._step = shared.get("step", 0)
+        self.last_round = self._step, self._step
         if own is None:
             return False
         for index, bucket in self._of_model.items():
@@ -346,9 +352,9 @@ class WeightAverage:
                 self._copy_named(own["taken"], index, taken)
                 fragment.sums[index] = torch.zeros_like(taken)
                 self._copy_named(shared["sums"], index, fragment.sums[index])
-        if self._residuals is None or own["residual"] is None:
+        if self.residuals is None or own["residual"] is None:
             return own["residual"] is None
-        return self._residuals.restore_local(own["residual"])
+        return self.residuals.restore_local(own["residual"])
 
     def anchors(self) -> dict[str, Tensor]:
         """Return the parameters of the last merge by name, flat; views."""

@@ -1,7 +1,7 @@
 """Renders a message's options as arguments of a script: `run` in place of `--run_id`.
 
---run_id first: this run is active on this machine; stop it, or give another --run_id.
-run first: this run is active on this machine; stop it, or give another run.
+--run_id first: this run was started with …; restore the former value, or give another --run_id.
+run first: this run was started with …; restore the former value, or give another run.
 """
 
 from __future__ import annotations

@@ -23,16 +23,27 @@ from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import version_facts
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
+from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
+from paceline.cluster.supervision.requests.run_presence import RunPresence
+from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
+from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
 from paceline.state.run_folder import RunFolder
-from paceline.wiring import Start, build_trace, build_trackers, cores_per_worker, find_start
+from paceline.wiring import (
+    Start,
+    build_leader_recorder,
+    build_trace,
+    build_trackers,
+    cores_per_worker,
+    find_start,
+)
 
 _FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
 
@@ -53,6 +64,7 @@ def join(
     device: str | torch.device | None = None,
     first_iter_timeout: float | None = None,
     timeout: float | None = None,
+    peer_timeout: float = 10.0,
 ) -> World:
     """Connect this process to those that were started with it; collective.
 
@@ -90,6 +102,8 @@ def join(
             the launcher's, or 1,200.
         timeout: seconds to wait for another process in any later step; by default the launcher's,
             or 60.
+        peer_timeout: seconds without a sign of life after which another process counts as lost;
+            the others then continue without it.
 
     Raises:
         ConfigError: an argument breaks a rule, the ranks differ, or the run is active elsewhere.
@@ -110,6 +124,7 @@ def join(
         )
         positive("first_iter_timeout", timeouts[0])
         positive("timeout", timeouts[1])
+        positive("peer_timeout", peer_timeout)
         output = OutputConfig(
             resume=str(resume),
             checkpoint_steps=checkpoint_steps,
@@ -138,6 +153,7 @@ def join(
                 joined=joined,
                 device=chosen,
                 timeouts=timeouts,
+                peer_timeout=peer_timeout,
                 run=folder,
                 output=output,
                 seed=seed,
@@ -157,18 +173,24 @@ def _open_world(session: Session) -> World:
     path, output, group = session.run, session.output, session.joined.group
     if group.rank == 0:
         require_installed(output.trackers)
-    if path is not None and group.local_rank == 0:
-        folder = RunFolder(path, shard_id=group.machine)
+    session.require_equal("versions", version_facts())  # all have closed their earlier worlds
+    folder = None if path is None else RunFolder(path, shard_id=group.machine)
+    if folder is not None and group.local_rank == 0:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
+        remove_records_of_machine(folder.path, group.machine)
         session.resources.callback(folder.close)
-    session.require_equal("versions", version_facts())
     given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
     session.require_equal("arguments of join()", {**session.identity, **given})
+    if folder is not None and group.local_rank > 0:  # the first process here has opened it
+        folder.hold(group.local_rank)
+        session.resources.callback(folder.close)
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    start, run = Start(), session.make_run()
+    session = session.join_membership()
+    group = session.joined.group
+    start, run, speed = Start(), session.make_run(), SpeedRecorder()
     if path is not None:
         start = find_start(output, path, session.identity, run, session.device)
         for note in start.notes if group.rank == 0 else ():
@@ -178,11 +200,24 @@ def _open_world(session: Session) -> World:
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         run.recorder = StepAccount(
             EventFile(path, group.member.id),
-            *build_trackers(output, group, path, parameters),
+            build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
+            speed,
             trace=run.trace,
         )
     session.resources.callback(run.recorder.close)
-    return World(session, run, start)
+    world = World(session, run, start)
+    if path is not None:
+
+        def report() -> RunStatus:
+            return RunStatus.of(
+                run.context.group.generation,
+                world.steps,
+                samples_per_second=speed.samples_per_second(),
+            )
+
+        presence = RunPresence.of_member(path, group.member, report=report)
+        session.resources.callback(presence.close)
+    return world
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
@@ -23,7 +24,7 @@ from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
-from paceline.wiring import connect
+from paceline.wiring import MemberLink, connect, join_membership
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -36,6 +37,7 @@ class Session:
         joined: the joined world.
         device: device of the tensors in collectives.
         timeouts: in seconds: one for the start and the first step, one for later operations.
+        peer_timeout: seconds without a sign of life after which a peer counts as lost.
         run: the run folder, or None.
         output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
@@ -43,11 +45,13 @@ class Session:
         interactive_signals: receives them in an interactive interpreter.
         exit_handler: reports a failure of the script.
         resources: what the world's `close` closes, in reverse order of opening.
+        link: the link to the membership; None until it is joined, and in a world of one rank.
     """
 
     joined: Joined
     device: torch.device
     timeouts: tuple[float, float]
+    peer_timeout: float
     run: Path | None
     output: OutputConfig
     seed: int
@@ -55,6 +59,7 @@ class Session:
     interactive_signals: InteractiveSignals
     exit_handler: ExitHandler
     resources: ExitStack
+    link: MemberLink | None = None
 
     @property
     def identity(self) -> dict[str, object]:
@@ -72,6 +77,25 @@ class Session:
         joined = self.joined
         compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
 
+    def join_membership(self) -> Self:
+        """Return the session with the link to the membership, if it has one; collective.
+
+        Raises:
+            CommError: a rank is late, or can't be reached.
+        """
+        if self.joined.launcher != "paceline":  # others end all processes where one is lost
+            return self
+        first, later = self.timeouts
+        group, link = join_membership(
+            self.joined.group,
+            self.joined.store,
+            options=EvidenceOptions(peer_timeout=self.peer_timeout, timeout=later),
+            limit=first,
+        )
+        if link is not None:
+            self.resources.callback(link.close)
+        return replace(self, joined=replace(self.joined, group=group), link=link)
+
     def make_run(self) -> Run:
         """Connect to all ranks until the world ends; collective.
 
@@ -83,12 +107,19 @@ class Session:
             def connect_ranks(group: Group, purpose: str) -> Communicator:
                 if group.size == 1:
                     return SingleRankCommunicator()
+                later = group.generation.token != self.joined.group.generation.token
                 store = self.joined.store
+                if later and self.link is not None:
+                    store = self.link.store_of(group)
                 return connect(group, purpose, store=store, device=self.device, limits=limits)
 
-            return partial(
-                GenerationContext, connect=connect_ranks, device=self.device, limits=limits
-            )
+            def make_context(group: Group) -> GenerationContext:
+                context = GenerationContext(group, connect_ranks, device=self.device, limits=limits)
+                if self.link is not None:
+                    self.link.attach(context)
+                return context
+
+            return make_context
 
         first, later = self.timeouts
         context = contexts((first, later))(self.joined.group)

@@ -35,6 +35,7 @@ from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.worker import declare_survivable
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.replica.averaged_replica import AveragedReplica
@@ -76,7 +77,10 @@ class World:
         self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
         self._loop = ScriptLoop(run, self._position, self._end, self._begin)
-        self._next_generation: NextGeneration | None = None
+        link = session.link
+        self._next_generation: NextGeneration | None = (
+            None if link is None else link.next_generation
+        )
         session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
             interactive = session.interactive_signals
@@ -335,7 +339,13 @@ class World:
         used = not self._loop.parameters_unused  # before `finish`, which uses them
         try:
             self._loop.finish()
-            if not self._session.exit_handler.requested_status:  # else the status explains the end
+            session, present = self._session, self._run.context.group.generation
+            if session.link is not None:
+                session.link.leave()
+            lasted = present.token == session.joined.group.generation.token
+            if (
+                lasted and not self._session.exit_handler.requested_status
+            ):  # else the status explains the end
                 self._session.post_end(self.steps)  # `drain` may wait as long as a peer that asks
                 with suppress(CommError):  # nothing to compare where a peer has gone
                     differ = self._compare_last(used=used)
@@ -441,7 +451,7 @@ class World:
         self._loop.replica, self._pairs = replica, list(pairs)
         self._position.several = bool(grouped)
         output, averaged = session.output, isinstance(replica, AveragedReplica)
-        if session.run is not None and self.rank == 0 and self._writer is None:
+        if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
                 constant={"config": session.identity},
@@ -452,11 +462,12 @@ class World:
             replica,
             self._state_objects(),
             session.device,
-            enabled=output.snapshots and not averaged,
+            enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
             limit_mb=output.snapshot_memory_mb,
             check=output.replica_check,
             report=print_message_for_scripts,
+            backup=None if session.link is None else session.link.backup,
         )
         self._position.measured = pairs[0].config.shares == "measured"
         # Workers that average don't wait in each step; a GPU's waits aren't measured.
@@ -532,3 +543,7 @@ class World:
             device=self.device.type,
         )
         self._start = replace(self._start, state=None)
+        link = self._session.link
+        if link is not None and order is not None and steps.survives:
+            link.begin(self._run)
+            declare_survivable()

@@ -1,4 +1,4 @@
-"""Table of `paceline ledger`: a row per epoch, the verdict in a sentence, the faults and notes.
+"""Tables of `paceline ledger`: generations, epochs; the verdict in a sentence, faults and notes.
 
 Epochs and steps are shown from 1; positions in an epoch are from 0, as in the event files.
 """
@@ -13,14 +13,18 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe.ledger import Fault, Proof
+from paceline.errors import many
+from paceline.observe.ledger import Fault, GenerationAccount, Proof
 
 _ROWS = 12  # up to so many epochs have a row each; beyond, equal ones share a row
+_NAMED = 8  # members of a generation
 _SHOWN = 5  # faults, and notes, at most
 
 
 def print_proof(proof: Proof, console: Console) -> None:
     """Print the verdict on a run."""
+    for line in _generations(proof.generations):
+        console.print(Text(line), soft_wrap=True)
     if proof.accounts:
         console.print(_table(proof))
     for line in [verdict(proof), *_few(_faults(proof), proof.fault_count), *_few(proof.notes)]:
@@ -46,8 +50,36 @@ def verdict(proof: Proof) -> str:
         parts.append(f"{skipped:,} unreadable samples skipped")
     substituted = sum(account.substituted for account in proof.accounts)
     if substituted:
-        parts.append(f"{substituted:,} samples proved by other members' lines alone")
+        parts.append(
+            f"{substituted:,} samples proved by other members' lines alone: inferred from the data "
+            "order that these recorded"
+        )
     return ", ".join(parts) + "."
+
+
+def _generations(generations: Sequence[GenerationAccount]) -> Iterator[str]:
+    """Yield a line on each generation; of many, on the first few and the last ones."""
+    half = _ROWS // 2
+    left_out = len(generations) - 2 * half
+    for row, each in enumerate(generations):
+        if left_out > 0 and half <= row < len(generations) - half:
+            if row == half:
+                yield f"… {left_out:,} more generations …"
+            continue
+        number = "" if each.number is None else f" {each.number}"
+        id_ = f" {each.id}" if each.id else ""
+        members = ", ".join(each.members[:_NAMED]) or "no event file"
+        if len(each.members) > _NAMED:
+            members += f" and {len(each.members) - _NAMED:,} more"
+        if not each.in_lineage:
+            counts = "void: it isn't an ancestor of the newest generation"
+        elif each.first == each.end:
+            counts = "no step counts"
+        elif each.end - each.first == 1:
+            counts = f"step {each.end:,} counts"
+        else:
+            counts = f"steps {each.first + 1:,} to {each.end:,} count"
+        yield f"Generation{number}{id_}: after {many(each.start, 'step')}; {counts}; {members}"
 
 
 def _table(proof: Proof) -> ConsoleRenderable:

@@ -21,6 +21,8 @@ COMMANDS = {
     "launch": ("paceline.cli.launch", "run your own command in several worker processes"),
     "serve": ("paceline.cli.serve", "merge the weights of a run's workers, as its server"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
+    "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
+    "status": ("paceline.cli.active_run.status", "show how a run stands, and what it lost"),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }
 _USAGE = """\

@@ -31,7 +31,7 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
     if world.num_shards == 1 and not launcher and not served:
         yield from map(str, config.sync.idle_on_one_machine)
     if launcher == "torchrun":
-        for flag in ("file_store_path", "redis_host", "redis_url"):
+        for flag in ("file_store_path", "redis_host", "redis_url", "etcd"):
             if getattr(world, flag):
                 yield f"--{flag} is ignored: rendezvous uses torchrun's own store."
     if world.file_store_path and (world.redis_host or world.redis_url):

@@ -36,8 +36,8 @@ from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import end_process, end_with_supervisor, report_error
 from paceline.config.serve import ServeConfig
-from paceline.errors import CommError, ConfigError, Message
-from paceline.wiring.serve import refusal, serve
+from paceline.errors import CommError, Message
+from paceline.wiring.serve import serve_generations
 
 DESCRIPTION = """\
 Merge the weights of a run's workers, as the server of --average_through server.
@@ -103,12 +103,9 @@ def _answer(
     report: Callable[[str], None],
 ) -> int:
     """Answer an invitation, and serve until the workers have ended."""
-    reason = refusal(invitation, config.model)
-    registered.answer(reason)
-    if reason:
-        raise ConfigError(f"this server refuses to serve run {config.run_id!r}: {reason}")
+    limit = config.first_iter_timeout
     try:
-        serve(registered, invitation, limit=config.first_iter_timeout, report=report)
+        serve_generations(registered, invitation, model=config.model, limit=limit, report=report)
     except CommError as error:
         print_message(FailureReport.of(error).text)
         return error.status
@@ -129,6 +126,10 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
         if not serving:
             end_process(128 + number)
 
+    def set_serving(value: bool) -> None:
+        nonlocal serving
+        serving = value
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
@@ -144,9 +145,9 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
             registered.register(environment.run_id, deadline)
             invitation = await_invitation(registered, environment.run_id, deadline)
             assert invitation is not None
-            registered.answer(refusal(invitation))
-            serving = True
-            serve(registered, invitation, limit=limit, report=no_report)
+            serve_generations(
+                registered, invitation, limit=limit, report=no_report, set_serving=set_serving
+            )
     except BaseException as error:
         end_process(report_error(environment, error))
     return 0

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from paceline import wiring
 from paceline.cli.flags import parse
@@ -21,8 +23,14 @@ from paceline.cli.notes import notes
 from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
 from paceline.cluster.environment import read_environment
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
+from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
+from paceline.cluster.supervision.requests.run_presence import RunPresence
+from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
 from paceline.cluster.supervision.worker import run_worker
 from paceline.config.train import TrainConfig
@@ -62,7 +70,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     environment = read_environment()
     worker = environment.worker
     if worker is not None and not worker.runs_command:
-        run_worker(worker, partial(train, config.with_run_id(worker.run_id)))
+        run_worker(worker, partial(_work, config.with_run_id(worker.run_id)))
         return 0
     if worker is not None or environment.launched is not None:
         return train_launched(config, environment)
@@ -90,16 +98,37 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     command = [sys.executable, "-m", "paceline.cli.main"]
     averaging = config.average
     serves = averaging.average_through == "server" and plan.machine == 0
-    try:
+    with ExitStack() as stack:
+
+        def formed(run: FormedRun) -> None:
+            folder.open(config.identity())
+            stack.callback(folder.close)
+            remove_records_of_machine(folder.path, plan.machine)
+            presence = RunPresence(
+                folder.path,
+                id=f"supervisor-{plan.machine}",
+                role="supervisor",
+                machine=plan.machine,
+                report=lambda: RunStatus.of(run.generation, None),
+            )
+            stack.callback(presence.close)
+
         return supervise(
             plan,
             [*command, "train", *argv],
-            formed=lambda: folder.open(config.identity()),
+            formed=formed,
             finish=folder.finish,
+            open_endpoint=MachineEndpoint,
             server=[*command, "serve"] if serves and averaging.average_server == "run" else (),
         )
-    finally:
-        folder.close()
+
+
+def _work(config: TrainConfig, group: Group, store: Store) -> None:
+    """Train as a supervised worker, which holds the run folder as long as it lives."""
+    path = Path(config.output.output_dir, config.world.run_id)
+    with closing(RunFolder(path, shard_id=group.machine)) as folder:
+        folder.hold(group.local_rank)
+        train(config, group, store, survives=True)
 
 
 def _check_server(config: TrainConfig) -> None:
@@ -111,7 +140,7 @@ def _check_server(config: TrainConfig) -> None:
             value="apart",
             rule="the server finds the run by a rendezvous",
             remedy=Message(
-                "add {--file_store_path}, {--redis_host}, {--redis_url} or {--master}, and give "
-                "paceline serve the same, or leave out {--average_server}"
+                "add {--file_store_path}, {--redis_host}, {--redis_url}, {--etcd} or {--master}, "
+                "and give paceline serve the same, or leave out {--average_server}"
             ),
         )

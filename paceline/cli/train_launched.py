@@ -28,6 +28,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
@@ -35,7 +36,7 @@ from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
 
-_RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "master")
+_RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "etcd", "master")
 _UNNAMED = "unnamed"  # the id of a run until rank 0 chooses one
 
 
@@ -47,12 +48,12 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     """
     sys.path.insert(0, "")  # for a user's own model, as with `python -m`
     plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
-    lasting = world.file_store_path or world.redis_host or world.redis_url
+    lasting = world.file_store_path or world.redis_host or world.redis_url or world.etcd
     try:
         if launched is not None and not launched.launch_id and lasting and not world.run_id:
             raise ConfigError(
                 Message(
-                    "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
+                    "{} with {--file_store_path}, Redis or etcd needs {--run_id}, the same for all "
                     "processes.",
                     command_of(launched.launcher),
                 )
@@ -148,6 +149,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     opened = f"opened/{group.machine}"
     if group.local_rank > 0:
         joined.await_all([opened], "the first process here didn't open the run folder", limit)
+        folder.hold(group.local_rank)
         return
     folder.check(config.identity(), anew=anew)
     gpus = torch.cuda.device_count()
@@ -160,6 +162,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     checked = [f"checked/{machine}" for machine in range(len(group.generation.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
+    remove_records_of_machine(folder.path, group.machine)
     joined.store.set(opened, "")
 
 

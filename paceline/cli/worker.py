@@ -13,20 +13,32 @@ from torch._C._distributed_c10d import Store
 from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.membership import OutsideWorld
+from paceline.cluster.supervision.requests.run_presence import RunPresence
+from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
+from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
 _TERMINATED = 143  # the status where another worker received the signal
 
 
-def train(config: TrainConfig, group: Group, store: Store) -> None:
+def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = False) -> None:
     """Train as one worker of the world, to the end or until a signal.
 
     Where it doesn't end well, rank 0 saves the newest state in memory.
+
+    Args:
+        config: the flags.
+        group: all ranks, as this one sees them.
+        store: the store of the start.
+        survives: the loss of another worker doesn't end this one.
 
     Raises:
         PacelineError: the run failed.
@@ -42,10 +54,16 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        run = stack.enter_context(wiring.make_run(config, group, store, device))
+        link = None
+        if survives and config.output.snapshots and config.sync.sync != "average":
+            group, link = _join_membership(config, group, store)
+        if link is not None:
+            stack.callback(link.close)
+        run = stack.enter_context(wiring.make_run(config, group, store, device, link))
         start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
-        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace)
+        speed = SpeedRecorder()
+        run.recorder = wiring.build_recorder(config, run, folder, start, speed)
         stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
@@ -56,22 +74,49 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
             start,
             stopping=lambda: signals.status != 0,
             agree=partial(agree_on_model, config, group, store),
+            next_generation=None if link is None else link.next_generation,
+            backup=None if link is None else link.backup,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        _announce(config, trainer, start, log)
-        if not _run(trainer, signals, folder):
+        _announce(config, trainer, start)
+
+        def report() -> RunStatus:
+            return RunStatus.of(
+                run.context.group.generation,
+                trainer.steps.position.number,
+                samples_per_second=speed.samples_per_second(),
+            )
+
+        presence = RunPresence.of_member(folder, group.member, report=report)
+        stack.callback(presence.close)
+        if link is not None:
+            link.begin(run)
+            declare_survivable()
+        ended = _run(trainer, signals, folder)
+        if link is not None:
+            link.leave()
+        if not ended:
             sys.exit(signals.status or _TERMINATED)
         run.recorder.event("end", generation=trainer.steps.generation)
+
+
+def _join_membership(
+    config: TrainConfig, group: Group, store: Store
+) -> tuple[Group, wiring.MemberLink | None]:
+    """Join the membership of a world that survives the loss of a worker; collective."""
+    options = EvidenceOptions(peer_timeout=config.world.peer_timeout, timeout=config.world.timeout)
+    limit = config.world.first_iter_timeout
+    return wiring.join_membership(group, store, options=options, limit=limit)
 
 
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
 
-    def rescue() -> str:
-        steps = trainer.steps.rescue()
+    def rescue(*, leaderless: bool = False) -> str:
+        steps = trainer.steps.rescue(leaderless=leaderless)
         return saved_sentence(folder, steps) if steps else ""
 
     with signals.received(rescue):
@@ -82,6 +127,11 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
             ended = False
             if trainer.steps.run.context.group.rank == 0:
                 print_message(saved_sentence(folder, trainer.steps.position.number))
+        except OutsideWorld as error:
+            first_here = trainer.steps.run.context.group.local_rank == 0
+            if not error.expelled and (saved := rescue(leaderless=first_here)):
+                print_message(saved)
+            raise
         except BaseException:
             if saved := rescue():
                 print_message(saved)
@@ -90,7 +140,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
         return ended
 
 
-def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: Path | None) -> None:
+def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
     trainer.steps.record_start(
         start.origin,
         model=config.model.name,
@@ -100,7 +150,6 @@ def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: P
         epochs=trainer.epochs,
         labels=trainer.num_labels,
         batch=config.global_batch,
-        log=log,
     )
     for note in start.notes:
         trainer.steps.run.recorder.event("note", text=note)

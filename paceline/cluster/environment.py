@@ -43,6 +43,7 @@ class WorkerEnvironment(JsonRecord):
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
         error_file: path of the file to which the worker writes why it failed.
+        survival_mark: path of the worker's survival mark; "" where nothing reads one.
         runs_command: whether the worker runs the command given to `paceline launch`.
     """
 
@@ -54,6 +55,7 @@ class WorkerEnvironment(JsonRecord):
     first_iter_timeout: float
     timeout: float
     error_file: str
+    survival_mark: str = ""
     runs_command: bool = False
 
 

@@ -241,7 +241,9 @@ class _WorkTicket:
                 self._work.wait(timedelta(seconds=max(min(_LOOK_S, end - now), _POLL_S)))
             except RuntimeError as error:
                 now = time.monotonic()
-                if self._work.is_completed() or now >= end:
+                if self._work.is_completed():
+                    return self._end(operation)
+                if now >= end:
                     raise _translate(error, self._rank, operation, self._limit) from error
             else:
                 return
@@ -250,6 +252,13 @@ class _WorkTicket:
             if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
                 cause = "a peer closed the connection"
                 raise PeerLost(rank=self._rank, operation=operation, cause=cause)
+
+    def _end(self, operation: str) -> None:
+        """End the wait for what is completed, perhaps right after a look at it timed out."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _translate(error, self._rank, operation, self._limit) from error
 
 
 def _gloo(

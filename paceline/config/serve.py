@@ -29,6 +29,10 @@ class ServeConfig:
     redis_url: str = ""
     """URL of the Redis server for rendezvous, with password and TLS: rediss://:PASSWORD@HOST:PORT/0."""
 
+    etcd: str = ""
+    """Rendezvous through this etcd cluster, as the run's: HOST:PORT, or several with commas
+    between."""
+
     master: str = ""
     """Rendezvous at the run's machine 0, HOST:PORT."""
 
@@ -66,11 +70,15 @@ class ServeConfig:
             raise ConfigError(
                 "paceline serve needs --run_id, the name of the run whose weights it merges."
             )
-        if not (self.file_store_path or self.redis_host or self.redis_url or self.master):
+        if not self._rendezvous:
             raise ConfigError(
                 "paceline serve needs the run's rendezvous: use --file_store_path, --redis_host, "
-                "--redis_url or --master, as the run does."
+                "--redis_url, --etcd or --master, as the run does."
             )
+
+    @property
+    def _rendezvous(self) -> str:
+        return self.file_store_path or self.redis_host or self.redis_url or self.etcd or self.master
 
     @property
     def world(self) -> WorldConfig:
@@ -81,6 +89,7 @@ class ServeConfig:
             redis_host=self.redis_host,
             redis_port=self.redis_port,
             redis_url=self.redis_url,
+            etcd=self.etcd,
             master=self.master,
             secret_file=self.secret_file,
             first_iter_timeout=self.first_iter_timeout,

@@ -14,13 +14,14 @@ from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.run import LegacyConfig, OutputConfig
-from paceline.config.world import SyncConfig, WorldConfig
+from paceline.config.world import SyncConfig, WorldConfig, without_password
 
 # Flags that may differ between the machines of one run, or between two starts of it.
 _OWN = frozenset(
     {
         *("gpus", "num_gpus", "num_workers", "shard_id", "run_id", "output_dir", "cache_dir"),
-        *("file_store_path", "redis_host", "redis_port", "redis_url", "master", "secret_file"),
+        *("file_store_path", "redis_host", "redis_port", "redis_url", "etcd"),
+        *("master", "secret_file", "peer_timeout"),
         *("distributed_interfaces", "decode_threads", "first_iter_timeout", "timeout"),
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
@@ -66,8 +67,7 @@ class TrainConfig:
     def flat(self) -> dict[str, object]:
         """Every flag and its value; a password in a URL is left out."""
         values = {name: value for part in asdict(self).values() for name, value in part.items()}
-        scheme, separator, rest = self.world.redis_url.partition("://")
-        values["redis_url"] = scheme + separator + rest.rpartition("@")[2]
+        values |= {name: without_password(str(values[name])) for name in ("redis_url", "etcd")}
         return values
 
     def identity(self) -> dict[str, object]:

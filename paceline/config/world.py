@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -51,6 +52,11 @@ class WorldConfig:
     redis_url: str = ""
     """URL of the Redis server for rendezvous, with password and TLS: rediss://:PASSWORD@HOST:PORT/0."""
 
+    etcd: str = ""
+    """Rendezvous through this etcd cluster: HOST:PORT, or several endpoints with commas between,
+    with user, password and TLS: https://USER:PASSWORD@HOST:PORT,HOST:PORT?cacert=FILE&cert=FILE&key=FILE
+    (pip install 'paceline[etcd]')."""
+
     master: str = ""
     """Rendezvous at machine 0, HOST:PORT."""
 
@@ -66,6 +72,9 @@ class WorldConfig:
     timeout: float = 60.0
     """Seconds to wait for another worker in any step after the first."""
 
+    peer_timeout: float = 10.0
+    """Seconds without a sign of life after which another worker counts as lost."""
+
     distributed_interfaces: str = ""
     """Network interfaces to use, comma-separated (default: those that reach the peers)."""
 
@@ -79,6 +88,7 @@ class WorldConfig:
         at_least(self, 0, "num_workers", "num_gpus")
         within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
+        positive("peer_timeout", self.peer_timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
             gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"
@@ -89,7 +99,7 @@ class WorldConfig:
         self.gpu_numbers  # noqa: B018 - raises where the list can't be read
 
     def _check_rendezvous(self) -> None:
-        flags = [f for f in ("redis_host", "redis_url", "master") if getattr(self, f)]
+        flags = [f for f in ("redis_host", "redis_url", "etcd", "master") if getattr(self, f)]
         if self.file_store_path and flags not in (["redis_host"], ["redis_url"]):
             flags.insert(0, "file_store_path")  # beside Redis it is Caffe2's folder of saved models
         if len(flags) > 1:
@@ -98,7 +108,7 @@ class WorldConfig:
         if self.num_shards > 1 and not flags:
             raise ConfigError(
                 f"--num_shards {self.num_shards} needs a rendezvous: use --file_store_path, "
-                "--redis_host, --redis_url or --master."
+                "--redis_host, --redis_url, --etcd or --master."
             )
         if self.num_shards > 1 and not self.run_id:
             raise ConfigError(
@@ -124,6 +134,11 @@ class WorldConfig:
     def workers(self) -> int:
         """The number of workers of this machine."""
         return len(self.gpu_numbers) or self.num_gpus or self.num_workers or 1
+
+
+def without_password(url: str) -> str:
+    """Return a URL, or an address without a scheme, without its user and password."""
+    return re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 16, "average": 4}

@@ -1,4 +1,4 @@
-"""Console output of a run: rank 0's progress on a terminal, or lines in a pipe.
+"""Console output of a run: the leader's progress on a terminal, or lines in a pipe.
 
     Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps per epoch, 30 epochs.
     epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.text import Text
@@ -33,7 +34,7 @@ class Console(NullRecorder):
 
     Events, and the fields that it reads:
         run: model, world_size, machines, device, samples (per epoch), steps (per epoch), epochs,
-            log, labels (their number).
+            labels (their number).
         step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
             so far, in the form that the score counter returns), exposed_ms (how long the rank
             waited for the exchange, if measured).
@@ -48,6 +49,7 @@ class Console(NullRecorder):
         file: output stream; by default, standard output.
         terminal: whether `file` is a terminal; None: detected.
         width: number of columns of the terminal; None: detected.
+        log: the CSV log, whose path is shown.
         clock: returns seconds since an arbitrary origin.
     """
 
@@ -57,11 +59,12 @@ class Console(NullRecorder):
         *,
         terminal: bool | None = None,
         width: int | None = None,
+        log: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
         self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
-        self._clock = clock
+        self._log, self._clock = log, clock
         self._started = self._shown = clock()
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
@@ -89,6 +92,7 @@ class Console(NullRecorder):
 
     def _run(self, fields: Mapping[str, Any]) -> None:
         self._started = self._shown = self._clock()
+        self._samples = 0
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
@@ -98,7 +102,8 @@ class Console(NullRecorder):
             f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} per epoch, "
             f"{many(fields['epochs'], 'epoch')}."
         )
-        self._terminal.line(f"Log: {fields['log']}")
+        if self._log is not None:
+            self._terminal.line(f"Log: {self._log}")
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()

@@ -19,13 +19,14 @@ from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.observe.line_file import LineFile
+from paceline.recorder import NullRecorder
 
 NO_TEST = -1  # test_accuracy of a run without test data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Values of the cumulative columns, which a resumed run restores."""
+    """Values of the cumulative columns after an epoch, which a resumed run restores."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -51,8 +52,11 @@ _NAMES = tuple(COLUMNS)
 _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 
 
-class CsvLog(LineFile):
-    """Recorder that writes a CSV row at each `epoch` event.
+class CsvLog(NullRecorder):
+    """Recorder that makes a CSV row at each `epoch` event, and writes it as the leader.
+
+    Every member makes the rows, so that the next leader knows the totals. A leader that finds the
+    log of an earlier one continues that file, with the rows that it lacks; otherwise it begins one.
 
     The event's fields are epoch, samples (in this epoch, over all machines), batches (in this
     epoch), loss, accuracy, learning_rate and test_accuracy (None without test data). The column
@@ -66,7 +70,15 @@ class CsvLog(LineFile):
         now: the timestamp in the file's name.
         epoch: the epoch in which the run resumes. The recorder continues the newest log of an
             earlier start, but first removes its rows of this epoch and of later ones.
+        totals: the totals of the epochs before it, where the folder's log lacks them.
+        leads: returns whether this process is the leader, which alone writes.
         clock: returns seconds since an arbitrary origin.
+
+    Attributes:
+        path: the file; None until this process has been the leader.
+
+    Raises:
+        PacelineError: the file can't be written; also raised by `hand_over`, `event`, `close`.
     """
 
     def __init__(
@@ -77,62 +89,119 @@ class CsvLog(LineFile):
         parameters: Mapping[str, object],
         now: datetime,
         epoch: int = 0,
+        totals: Totals | None = None,
+        leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        start = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
-        earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
-        path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._totals, self._epoch = _begin(path, start, epoch), epoch - 1  # of the last row
-        super().__init__(path)
-        self._clock = clock
+        self._head = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
+        self._folder, self._name = folder, f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._leads, self._clock = leads, clock
+        self._epoch = epoch - 1  # of the last row
+        self._totals = {self._epoch: totals or Totals()}  # after each epoch since this start
+        self._rows: dict[int, str] = {}  # made here, by their epochs
+        self._file: LineFile | None = None
+        self.path: Path | None = None
+        self.hand_over()
         self._last_row = clock()
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Write a row if an epoch ended; remove the rows to which a run has gone back."""
-        if name == "restore" and fields["epoch"] <= self._epoch:
+    def hand_over(self) -> None:
+        """Open the file if this process has become the leader; close it if it is no longer."""
+        if not self._leads():
             self.close()
-            self._totals, self._epoch = _begin(self.path, "", fields["epoch"]), fields["epoch"] - 1
-            super().__init__(self.path)
+        elif self._file is None:
+            self._open()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Make a row if an epoch ended; remove the rows to which a run has gone back."""
+        if name == "restore" and fields["epoch"] <= self._epoch:
+            self._go_back(fields["epoch"])
         elif name == "epoch":
-            self._epoch = fields["epoch"]
-            now = self._clock()
-            seconds, self._last_row = now - self._last_row, now
-            self._totals = Totals(
-                seconds=self._totals.seconds + seconds,
-                samples=self._totals.samples + fields["samples"],
-                batches=self._totals.batches + fields["batches"],
-            )
-            samples, accuracy = fields["samples"], fields["test_accuracy"]
-            values = {
-                **fields,
-                "seconds_of_row": seconds,
-                "total_seconds": self._totals.seconds,
-                "total_samples": self._totals.samples,
-                "total_batches": self._totals.batches,
-                "samples_per_second": samples / seconds if seconds > 0 else 0.0,
-                "test_accuracy": NO_TEST if accuracy is None else accuracy,
-            }
-            self.write(",".join(_text(values[key]) for key in COLUMNS.values()))
+            self._add_row(fields)
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _add_row(self, fields: Mapping[str, Any]) -> None:
+        now, samples, accuracy = self._clock(), fields["samples"], fields["test_accuracy"]
+        seconds, self._last_row = now - self._last_row, now
+        before = self._totals.get(self._epoch, Totals())
+        totals = Totals(
+            seconds=before.seconds + seconds,
+            samples=before.samples + samples,
+            batches=before.batches + fields["batches"],
+        )
+        values = {
+            **fields,
+            "seconds_of_row": seconds,
+            "total_seconds": totals.seconds,
+            "total_samples": totals.samples,
+            "total_batches": totals.batches,
+            "samples_per_second": samples / seconds if seconds > 0 else 0.0,
+            "test_accuracy": NO_TEST if accuracy is None else accuracy,
+        }
+        row = ",".join(_text(values[key]) for key in COLUMNS.values())
+        self._epoch = fields["epoch"]
+        self._rows[self._epoch], self._totals[self._epoch] = row, totals
+        if self._file is not None:
+            self._file.write(row)
+
+    def _go_back(self, epoch: int) -> None:
+        self._epoch = epoch - 1
+        self._rows = {each: row for each, row in self._rows.items() if each < epoch}
+        self._totals = {each: totals for each, totals in self._totals.items() if each < epoch}
+        if self._file is not None:
+            self.close()
+            self._open()
+
+    def _open(self) -> None:
+        """Continue the folder's newest log, without rows of later epochs, or begin one."""
+        earlier = _logs(self._folder)
+        self.path = earlier[-1] if earlier else self._folder / self._name
+        head, rows = _read(self.path)
+        rows = {epoch: row for epoch, row in rows.items() if epoch <= self._epoch}
+        last = max(rows, default=-1)
+        if earlier:  # the leader that wrote it may have been lost before a row
+            made = {epoch: row.split(",") for epoch, row in self._rows.items() if epoch > last}
+            rows |= dict(sorted(made.items()))
+        with explained_writes(self.path):
+            text = "".join(",".join(row) + "\n" for row in rows.values())
+            write_atomically(self.path, (head or self._head) + text)
+        self._file = LineFile(self.path)
+        known = [_totals_of(row) for row in rows.values()][-1:]
+        known.append(self._totals.get(self._epoch, Totals()))
+        self._totals[self._epoch] = max(known, key=lambda totals: totals.batches)
 
 
-def _begin(path: Path, start: str, epoch: int) -> Totals:
-    """Write the log's start, or cut an earlier part's rows; return the totals of its rows."""
+def read_totals(folder: Path) -> dict[int, Totals]:
+    """Return the totals after each epoch, by the newest log in a run's folder."""
+    logs = _logs(folder)
+    return {epoch: _totals_of(row) for epoch, row in _read(logs[-1])[1].items()} if logs else {}
+
+
+def _logs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
+
+
+def _read(path: Path) -> tuple[str, dict[int, list[str]]]:
+    """Return a log's comment and header, "" without a file, and its complete rows by epoch."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text.splitlines()
     rows = [line.split(",") for line in lines[2:]]
     column = _NAMES.index("epoch")
-    earlier = [row for row in rows if _whole(row) and int(row[column]) < epoch]
-    head = "".join(f"{line}\n" for line in lines[:2]) or start
-    with explained_writes(path):
-        write_atomically(path, head + "".join(",".join(row) + "\n" for row in earlier))
-    if not earlier:
-        return Totals()
-    last = dict(zip(_NAMES, earlier[-1], strict=True))
+    head = "".join(f"{line}\n" for line in lines[:2])
+    return head, {int(row[column]): row for row in rows if _whole(row)}
+
+
+def _totals_of(row: list[str]) -> Totals:
+    values = dict(zip(_NAMES, row, strict=True))
     return Totals(
-        seconds=float(last["cumulative_time_spent"]),
-        samples=int(last["cumulative_input_count"]),
-        batches=int(last["cumulative_batch_count"]),
+        seconds=float(values["cumulative_time_spent"]),
+        samples=int(values["cumulative_input_count"]),
+        batches=int(values["cumulative_batch_count"]),
     )
 
 

@@ -7,8 +7,12 @@ another member. A line is handed to the system whole and at once: a killed proce
 machine that loses power can lose a file's last lines and tear one; readers ignore a torn last line.
 Earlier versions named the files `events.rank<r>.jsonl`, to which each start of the run appended.
 
-    run         a start of the run, generation g, by each of its ranks; its members in rank order
-    restore     generation g resumes before step s: lines of earlier generations from s on are void
+    run         a start of generation g, by each of its ranks; its members in rank order, its id,
+                the number of completed steps from which it starts, and all its ancestors as
+                [id, start]. The member's lines that follow are of this generation. Where an
+                optimizer's step trains several batches, each counts as a step, and a start names
+                the last one of them; `restore` has the number of completed steps
+    restore     generation g resumes before step s: its ancestors' lines from step s on are void
     step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
                 has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch
     buckets     the parameters of each bucket, as they are exchanged from here on
@@ -38,7 +42,7 @@ from paceline.observe.line_file import LineFile
 FIELDS = {
     "run": (
         *("generation", "rank", "world_size", "members", "machines", "samples", "steps", "epochs"),
-        *("batch", "model", "device"),
+        *("batch", "model", "device", "id", "start", "ancestors"),
     ),
     "restore": ("generation", "step", "origin"),
     "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),

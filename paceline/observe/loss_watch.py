@@ -16,11 +16,12 @@ class LossWatch:
     """Loss watch: checks each step's loss over all ranks, and raises if the run diverges.
 
     Args:
-        recorder: receives one `loss` event per step.
+        recorder: receives one `loss` event per step, on rank 0.
         generation: returns the present generation's number.
         max_loss: the largest accepted loss; 0: any finite loss is accepted.
         remedy: a sentence that says what the user can do.
         every: number of steps between comparisons with `max_loss`.
+        leads: returns whether this rank is rank 0, which alone records the losses.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class LossWatch:
         max_loss: float,
         remedy: str,
         every: int = 1,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self._recorder, self._generation = recorder, generation
         self._max_loss, self._remedy, self._every = max_loss, remedy, every
-        self._skipped = 0
+        self._leads, self._skipped = leads, 0
 
     def check(self, step: int, sums: Sequence[float]) -> None:
         """Check the loss of a step.
@@ -49,7 +51,8 @@ class LossWatch:
         """
         total, samples, skipped = sums[0], sums[3], sums[4]
         loss = total / samples if samples else 0.0
-        self._recorder.event("loss", generation=self._generation(), step=step, loss=loss)
+        if self._leads():
+            self._recorder.event("loss", generation=self._generation(), step=step, loss=loss)
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.comm.communicator import Communicator, gather_all
+from paceline.comm.communicator import Communicator, broadcast_state, gather_all, total
 from paceline.errors import RankStateError
 from paceline.reduce.buckets import like
 
@@ -117,6 +117,39 @@ def gather_parts(
         torch.load(io.BytesIO(file.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
         for file in files
     ]
+
+
+def restore_parts(
+    own: RankState | None,
+    parts: Sequence[Mapping[str, Any]],
+    communicator: Communicator,
+    device: torch.device,
+) -> bool:
+    """Restore the parts of one snapshot, in the same world or another; collective.
+
+    Args:
+        own: the state of this rank; None on all ranks: none is divided.
+        parts: the parts that this rank has: its own first, then those of members that are gone.
+        communicator: the ranks.
+        device: where the communicator's tensors live.
+
+    Returns:
+        False where some of the parts had to be dropped.
+
+    Raises:
+        RankStateError: a part is missing.
+        CommError: a peer was lost, or a wait timed out.
+    """
+    if own is None:
+        return not any(parts)
+    what = "the division of the ranks' state"
+    same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
+    if total(communicator, same, what).item() == communicator.world_size:
+        return True
+    of_all = gather_parts(communicator, list(parts), device, what)
+    full = [part for some in of_all for part in some if part]  # a new member has none
+    merged = own.combine(full) if of_all else None
+    return own.restore(broadcast_state(communicator, merged, device, what))
 
 
 class RankState(Protocol):

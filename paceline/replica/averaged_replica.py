@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.average_parts import divide_state, restore_divided
 from paceline.comm.communicator import Communicator, broadcast_all
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
 from paceline.replica.live_hooks import LiveHook, patch
 from paceline.replica.model_list import roots_of
-from paceline.replica.state.copier import StateCopier
+from paceline.replica.state.copier import LOCAL, RANK, SHARED, StateCopier
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.state.state_copy import copy_state
 
@@ -57,6 +58,7 @@ class AveragedReplica:
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.
         averaged: True: between two merges the ranks have weights of their own.
+        bindings: how often an exchange was opened: once in each generation.
 
     Raises:
         ConfigError: a lazy module has no shapes yet.
@@ -65,7 +67,6 @@ class AveragedReplica:
 
     exchanging = added_to_kept = unused = unwritten = False
     stateful = stepped = averaged = True
-    bindings = 1
 
     def __init__(
         self,
@@ -84,7 +85,10 @@ class AveragedReplica:
         broadcast_all(communicator(), trained.tensors, "the broadcast of rank 0's weights")
         total = sum(p.nbytes for p in trained.groups if p.requires_grad)
         size = min(bucket_bytes, max(1, total // fragments))
-        self._average = open_average(partition(trained.names, trained.groups, size))
+        buckets = partition(trained.names, trained.groups, size)
+        self._open = partial(open_average, buckets)
+        self._average, self._bound, self.bindings = self._open(), True, 1
+        self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
         self._weight, self._stepping = 1.0, False
         self._updated = False  # the optimizer has stepped in this step
         self._undo = ExitStack()
@@ -199,6 +203,28 @@ class AveragedReplica:
         copier.end(None, in_step=False)
         return True
 
+    @property
+    def last_round(self) -> tuple[int, int]:
+        """The steps before which the last completed round began and ended; equal on all ranks."""
+        return self._average.last_round
+
+    def take_snapshot(self, copier: StateCopier) -> bool:
+        """Copy the state before the next step at once, with what is this worker's alone.
+
+        Merges under way are awaited; they are applied in their step all the same.
+
+        Returns:
+            True: the parameters are those of the start.
+
+        Raises:
+            CommError: a peer was lost, or didn't answer in time.
+        """
+        part, local, shared = divide_state(self._average)
+        self._average.show_anchor()
+        copier.begin(self._trained.names, ())
+        copier.end_with({RANK: part, LOCAL: local, SHARED: shared})
+        return True
+
     def anchors(self) -> Mapping[str, Tensor]:
         """Return the parameters of the last merge by name, flat; views."""
         return self._average.anchors()
@@ -249,17 +275,49 @@ class AveragedReplica:
             self._optimizer.load_state_dict(workers[communicator.rank]["optimizer"])
 
     def leave_generation(self) -> None:
-        """Raise: the loss of a peer ends the run."""
-        raise NotImplementedError
+        """Remove all hooks and close the exchange, without a wait, until `enter_generation`."""
+        self._undo.close()
+        if self._bound:  # entering may have failed
+            self._bound = False
+            self._average.close()
+
+    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Note a snapshot of `take_snapshot`, restored in the model, for `enter_generation`.
+
+        Args:
+            snapshot: its parts, whose memory stays as it is until then.
+        """
+        self._start = snapshot
 
     def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
-        """Raise: the loss of a peer ends the run."""
-        raise NotImplementedError
+        """Open the exchange of the next generation, after `begin_from`; collective.
+
+        Each worker continues with its own weights, optimizer and unmerged samples. What lost
+        workers trained since the last merge is taken over by the ranks that have their parts, and
+        merged with the rest. A new worker begins with the weights of the last merge.
+
+        Args:
+            parts: this worker's, empty for a new one; then those of workers that are gone.
+
+        Returns:
+            False where residuals had to be dropped, because no lossy wire is used any more.
+
+        Raises:
+            RankStateError: a lost worker had unmerged changes, and its part is missing.
+            CommError: a peer was lost, or didn't answer in time.
+        """
+        self._stepping = self._updated = False
+        self._average, self._bound = self._open(), True
+        self.bindings += 1
+        self._watch()
+        local, shared = self._start[LOCAL], self._start[SHARED]
+        device = self._trained.tensors[0].device
+        communicator, self._start = self._communicator(), {}
+        return restore_divided(self._average, parts, local, shared, communicator, device)
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the exchange, without a wait."""
-        self._undo.close()
-        self._average.close()
+        self.leave_generation()
 
     def _watch(self) -> None:
         """Show the merged weights where a script wants them, and make no update without samples."""

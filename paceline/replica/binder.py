@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,10 +24,9 @@ from paceline.comm.communicator import (
     broadcast_all,
     broadcast_state,
     require_same_call,
-    total,
 )
 from paceline.reduce.buckets import Bucket, partition
-from paceline.reduce.rank_state import gather_parts
+from paceline.reduce.rank_state import restore_parts
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import ReadMap
@@ -198,7 +196,8 @@ class ReplicaBinder:
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()
-        return bound, self._restore_parts(parts)
+        own, device = bound.synchronizer.state, bound.trained.tensors[0].device
+        return bound, restore_parts(own, parts, self._communicator(), device)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""
@@ -231,17 +230,3 @@ class ReplicaBinder:
     def _bound(self) -> ReplicaHooks:
         assert self.hooks is not None, "the replica is in no generation"
         return self.hooks
-
-    def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
-        own = self._bound.synchronizer.state
-        if own is None:
-            return not any(parts)
-        communicator = self._communicator()
-        device, what = self._bound.trained.tensors[0].device, "the division of the ranks' state"
-        same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
-        if total(communicator, same, what).item() == communicator.world_size:
-            return True
-        of_all = gather_parts(communicator, list(parts), device, what)
-        full = [part for some in of_all for part in some if part]  # a new member has none
-        merged = own.combine(full) if of_all else None
-        return own.restore(broadcast_state(communicator, merged, device, what))

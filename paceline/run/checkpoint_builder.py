@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.cluster.membership.lineage import as_values
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.group import AnyReplica
 from paceline.replica.state.checkpoint import (
@@ -37,7 +38,7 @@ class CheckpointBuilder:
     """Checkpoint builder; only rank 0 uses what it makes.
 
     Args:
-        run: the run, whose present generation's number checkpoints have.
+        run: the run, whose present generation's number and lineage checkpoints have.
         replica: this rank's model replica.
         snapshots: this rank's snapshots.
 
@@ -100,7 +101,9 @@ class CheckpointBuilder:
         """
         own = Snapshots()
         name = SnapshotName(f"own/{next(self._numbers)}", position.number)
-        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
+        copier = StateCopier(
+            own, name, self._objects, {**asdict(position), "sent": {}, "members": ()}
+        )
         self._replica.take_snapshot_between_steps(copier)
         own.commit(name)
         borrowed = own.borrow()
@@ -145,9 +148,11 @@ class CheckpointBuilder:
         if objects.others:
             of_pairs = [(gathered or {}).get(str(pair)) or {} for pair in range(len(objects.pairs))]
         position = dict(state[POSITION])
+        del position["members"]
         if sent := position.pop("sent"):  # by this rank alone
             position["sums"] = sums[max(sent)]
-        position["generation"] = self._run.context.group.generation.number
+        generation = self._run.context.group.generation
+        position["generation"] = generation.number
         entries = checkpoint_entries(state, objects, of_pairs)
         for number, (pair, own) in enumerate(zip(objects.pairs, of_pairs, strict=True)):
             model, optimizer = pair.entries
@@ -160,7 +165,7 @@ class CheckpointBuilder:
         return Checkpoint(
             name=borrowed.name,
             step=position["number"],
-            state={**entries, "position": position},
+            state={**entries, "position": position, "lineage": as_values(generation.lineage)},
             parameters=snapshot_parameters(state, objects),
             best=best,
         )

@@ -1,7 +1,7 @@
 """When a run's state is written to disk, and from which snapshot: decided alike on all ranks.
 
     boundary n       a checkpoint is due: all ranks take a snapshot in step n
-    boundary n + 2   all ranks hold it: rank 0 begins to write it
+    boundary n + 2   all ranks have acknowledged it, or later: rank 0 begins to write it
 
     boundary n       ranks have state of their own: settle, take one at once, gather at rank 0
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 import torch
@@ -70,8 +70,8 @@ class CheckpointSchedule:
         run: the run, whose present ranks decide alike.
         replica: this rank's model replica.
         snapshots: this rank's snapshots; rank 0 decides whether they are taken.
-        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
-        policy: when to save within an epoch; rank 0's is used.
+        writer: writes checkpoints while this process is rank 0; None where nothing is saved.
+        policy: when to save within an epoch; that of the first rank 0 is used.
         device: device of the communicator's tensors.
         settle: settles the replica, receives all summaries, and returns the run's position.
         clock: returns seconds since an arbitrary origin.
@@ -91,15 +91,16 @@ class CheckpointSchedule:
         settle: Callable[[], Position],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._replica, self._snapshots, self._writer = replica, snapshots, writer
+        self._run, self._replica = run, replica
+        self._snapshots, self._writer = snapshots, writer
         self._settle, self._clock = settle, clock
         self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
-        settings = [writer is not None, policy.steps, snapshots.on, snapshots.check.due]
+        settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
         received = broadcast_state(run.context.communicator, settings, device, what)
         self._saving: bool = received[0]
-        _, steps, snapshots.enabled, snapshots.check.due = received
-        self._policy = replace(policy, steps=steps)
+        _, intervals, snapshots.enabled, snapshots.check.due = received
+        self._policy = SavePolicy(**intervals)
         if writer is not None:
             writer.newest = self._builder.newest
         self.begin_generation(0, saved=True)
@@ -115,6 +116,8 @@ class CheckpointSchedule:
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
         self._builder.begin_generation(number)
+        if self._writes is not None:
+            self._writes.begin_generation(number)
         self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
         self._copied_at, self._cost = self._clock(), 0.0
 
@@ -130,6 +133,11 @@ class CheckpointSchedule:
         return self._saving
 
     @property
+    def compares(self) -> bool:
+        """Whether `end_steps` and `save` compare the replicas; the same on all ranks."""
+        return self._saving and self._snapshots.on and not self._replica.averaged
+
+    @property
     def active(self) -> bool:
         """Whether any snapshot or checkpoint is made; the same on all ranks."""
         return self._saving or self._snapshots.on
@@ -141,15 +149,15 @@ class CheckpointSchedule:
             self._requests.append((summary.step, Request(summary.request)))
         self._builder.sums[summary.step] = sums
 
-    def report(self, number: int, seconds: float) -> tuple[int, bool, int]:
+    def report(self, number: int, seconds: float) -> tuple[int, Sequence[bool], int]:
         """Return what this rank reports after step `number`, which took so many seconds.
 
         Returns:
-            a request, as rank 0; whether a snapshot of the state before the step is held; and the
+            a request, as rank 0; which uncommitted snapshots this rank acknowledges; and the
             interval between snapshots to ask for, as rank 0.
         """
         request = 0 if self._snapshots.alone else self._request(number + 1)
-        return request, self._snapshots.holds(number), self._snapshots.measure(seconds)
+        return request, self._snapshots.commits.report(number), self._snapshots.measure(seconds)
 
     def at_boundary(self, number: int, position: Position) -> None:
         """Begin to write what is committed by now, and copy or save before step `number` if due.
@@ -172,7 +180,7 @@ class CheckpointSchedule:
         if wanted:
             self._due.add(number)
             self._note_saved(done)
-        elif request is Request.SAVE and (self._all_copy or self._writer is not None):
+        elif request is Request.SAVE and (self._all_copy or self._writes is not None):
             self.save()
         elif request is Request.COPY and self._copies:
             self._copy_now(together=False)
@@ -183,7 +191,7 @@ class CheckpointSchedule:
         if wanted or (useful and not next_is_due):
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval
-        if wanted and self._writer is not None and not self._builder.is_plain():
+        if wanted and self._writes is not None and not self._builder.is_plain():
             self._due.discard(number)
             self.save(together=False)
 
@@ -194,7 +202,7 @@ class CheckpointSchedule:
         finds an older one: gathering all workers' weights takes as long as many merges.
         """
         self._publish_committed(before=self._settle().number)
-        if self._snapshots.on or (self._copies and not self._replica.averaged):
+        if (self._snapshots.on or self._copies) and not self._replica.averaged:
             self._copy_now()
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
@@ -211,12 +219,17 @@ class CheckpointSchedule:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         checkpoint, number = self._copy_now(best=best, together=together)
-        if self._writer is not None and checkpoint is not None:
-            self._writer.publish(checkpoint)
+        if self._writes is not None and checkpoint is not None:
+            self._writes.publish(checkpoint)
         if together:
             self._note_saved(number)
         else:  # other ranks don't know, and decide by `_saved_number`
             self._saved_at = self._clock()
+
+    @property
+    def _writes(self) -> CheckpointWriter | None:
+        """The writer, while this process is the leader; else None."""
+        return self._writer if self._run.leads else None
 
     @property
     def _gathers(self) -> bool:
@@ -236,11 +249,11 @@ class CheckpointSchedule:
     @property
     def _copies(self) -> bool:
         """Whether state is also copied between checkpoints, for a stop signal."""
-        return self._gathers or (self._writer is not None and not self._builder.plain)
+        return self._gathers or (self._writes is not None and not self._builder.plain)
 
     def _request(self, number: int) -> Request:
         """Return rank 0's request after `number` steps; each is made once."""
-        if self._writer is None:
+        if self._writes is None:
             return Request.NOTHING
         now = self._clock()
         if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
@@ -278,9 +291,12 @@ class CheckpointSchedule:
     def _note_saved(self, number: int) -> None:
         self._saved_at, self._saved_number = self._clock(), number
 
-    def _publish_committed(self, *, before: int) -> None:
-        """Commit by the summaries of steps below `before`, and begin to write what was due."""
-        while (name := self._snapshots.obey(before=before)) is not None:
+    def _publish_committed(self, *, before: int, wait: bool = False) -> None:
+        """Commit by the summaries of steps below `before`, and begin to write what was due.
+
+        With `wait`, commit all snapshots; collective.
+        """
+        while (name := self._snapshots.obey(before=before, wait=wait)) is not None:
             if name.step in self._due:
                 self._due.discard(name.step)
                 self._publish_newest()
@@ -288,10 +304,10 @@ class CheckpointSchedule:
     def _publish_newest(self) -> None:
         """Begin to write the newest committed snapshot, as rank 0."""
         borrowed = self._snapshots.borrow()
-        if self._writer is None or borrowed is None:
+        if self._writes is None or borrowed is None:
             return
         if self._builder.fits(borrowed.state):
-            self._writer.publish(self._builder.make(borrowed))
+            self._writes.publish(self._builder.make(borrowed))
         else:
             self.save(together=False)
 
@@ -305,11 +321,11 @@ class CheckpointSchedule:
             return None, number
         collective = together or self._gathers or self._snapshots.alone
         if collective:
-            self._publish_committed(before=number)  # which may switch snapshots off
-        if self._snapshots.on and collective:
+            self._publish_committed(before=number, wait=True)  # which may switch snapshots off
+        if self._snapshots.on and collective and not self._replica.averaged:
             self._snapshots.take_between_steps(number, asdict(position))
-            borrowed = None if self._writer is None else self._snapshots.borrow()
-        elif self._writer is not None:
+            borrowed = None if self._writes is None else self._snapshots.borrow()
+        elif self._writes is not None:
             borrowed = self._builder.copy_alone(position)
         gathered = self._replica.state() if self._gathers else None
         if borrowed is None:

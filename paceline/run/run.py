@@ -9,6 +9,7 @@ from typing import Self
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import Lineage
 from paceline.comm.communicator import Communicator
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
@@ -40,6 +41,7 @@ class Run:
     trace: Trace | None = None
     store: Store | None = None
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
+    _entered: list[Callable[[], None]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         return self
@@ -56,10 +58,24 @@ class Run:
         connect(self.context)
         self._connects.append(connect)
 
-    def start_at(self, number: int) -> None:
-        """Number the first generation of a start, whose ranks learn its number when connected."""
+    def when_entered(self, call: Callable[[], None]) -> None:
+        """Let `enter` call a function at its end, once all ranks of the generation are connected.
+
+        What only rank 0 does is handed over there: the function looks at `leads`.
+        """
+        self._entered.append(call)
+
+    def start_at(self, number: int, *, ancestors: Lineage = (), start: int = 0) -> None:
+        """Place the first generation of a start in the run, as its ranks learn when connected.
+
+        Args:
+            number: its number.
+            ancestors: the generations from which it descends, the oldest first.
+            start: the number of completed steps from which it continues.
+        """
         group = self.context.group
-        self.context.group = replace(group, generation=replace(group.generation, number=number))
+        generation = replace(group.generation, number=number, ancestors=ancestors, start=start)
+        self.context.group = replace(group, generation=generation)
 
     def enter(self, group: Group) -> None:
         """Abort the present context and make the next generation's; collective among its ranks.
@@ -79,6 +95,13 @@ class Run:
         self.context = self.make_context(group)
         for connect in self._connects:
             connect(self.context)
+        for call in self._entered:
+            call()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the present generation's leader, its rank 0."""
+        return self.context.group.rank == 0
 
     def rank_and_size(self) -> tuple[int, int]:
         """Return this process's present rank, and the world size."""

@@ -1,11 +1,14 @@
 """Snapshots of a run at its step boundaries: every rank takes them, and all ranks commit alike.
 
-    step n        boundary: take, if one is due ── end: held ── send summary n, with "held"
-    step n + 2    boundary: summary n says that all ranks hold it: commit
+    step n        boundary: take, if one is due ── end: held, the own part leaves to the holder
+    step m ≥ n    end: the holder has confirmed it: acknowledge, in summary m
+    step m + 2    boundary: summary m says that all ranks acknowledge it: commit
 
 All ranks take and commit the same snapshots at the same boundaries, because these follow from
 summaries alone; so does the interval between snapshots, which rank 0 measures. A snapshot is named
 by its generation, and by the step that follows it.
+
+Where weights are averaged, snapshots are taken where rounds end (`average_parts`).
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
+from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
-from paceline.replica.state.checksums import ChecksumParts, Checksums
+from paceline.replica.state.checksums import ChecksumParts, Checksums, Parts
 from paceline.replica.state.copier import POSITION, StateCopier, StateObjects, restore_state
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.run.backup.snapshot_commits import SnapshotCommits
 from paceline.run.replica_check import ReplicaCheck
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
@@ -32,19 +37,6 @@ from paceline.state.snapshot_interval import SnapshotInterval
 from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnPart:
-    """What a snapshot has of one rank alone.
-
-    Attributes:
-        state: the rank's own state, besides model and optimizer (`RankState.local`).
-        sent: the rank's values of the steps before the snapshot that weren't summed yet.
-    """
-
-    state: Mapping[str, Any]
-    sent: Mapping[int, Tensor]
 
 
 class StepSnapshots:
@@ -60,10 +52,12 @@ class StepSnapshots:
         limit_mb: the limit of their memory in MiB; 0: no limit.
         report: called on rank 0 with a sentence for the user.
         check: whether replicas are checked.
+        backup: sends what this rank alone has to its backup holder; None: no rank has copies.
 
     Attributes:
         objects: the objects whose state is copied.
         check: the replica check, which compares what is copied.
+        commits: commits what all ranks hold, and has copies of other ranks' parts.
         enabled: whether snapshots are taken, as long as there is memory.
     """
 
@@ -79,6 +73,7 @@ class StepSnapshots:
         limit_mb: float = 0.0,
         report: Callable[[Message], object] = lambda note: None,
         check: bool = True,
+        backup: SnapshotBackup | None = None,
     ) -> None:
         self._run, self._replica, self.objects = run, replica, objects
         self._device = device
@@ -93,6 +88,7 @@ class StepSnapshots:
         self._bindings = replica.bindings  # during which the interval is measured
         # Received, and obeyed by all ranks at a later boundary.
         self._summaries: deque[StepSummary] = deque()
+        self.commits = SnapshotCommits(run, self._snapshots, len(objects.pairs), device, backup)
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
@@ -132,12 +128,22 @@ class StepSnapshots:
         """Return the newest committed snapshot, None before there is one; from any thread."""
         return self._snapshots.borrow()
 
-    def obey(self, *, before: int) -> SnapshotName | None:
-        """Obey summaries of steps below `before`, until one commits a snapshot; return its name."""
-        while self._summaries and self._summaries[0].step < before:
-            if (name := self._obey_summary(self._summaries.popleft())) is not None:
-                return name
-        return None
+    def obey(self, *, before: int, wait: bool = False) -> SnapshotName | None:
+        """Obey summaries of steps below `before`, until one commits a snapshot; return its name.
+
+        Args:
+            before: a step.
+            wait: then wait until all ranks acknowledge what isn't committed yet; collective.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        while (name := self.commits.commit_next()) is None:
+            if self._summaries and self._summaries[0].step < before:
+                self._obey_summary(self._summaries.popleft())
+            elif not (wait and self.commits.wait()):
+                return None
+        return name
 
     def take(self, step: int, position: Mapping[str, Any], *, wanted: bool = False) -> None:
         """Let the step that begins copy the state before it, if a snapshot is due.
@@ -150,17 +156,20 @@ class StepSnapshots:
             wanted: it is due, whatever the interval.
         """
         self._copies.seconds = 0.0
-        if not (wanted or self._interval.step_is_due(step)) or not self.free(step):
+        if not (wanted or self._is_due(step)) or not self.free(step):
             return
         if self.alone:
             self.take_between_steps(step, position)
+        elif isinstance(self._replica, AveragedReplica):
+            self._replica.take_snapshot(self._copier(self._name(step), position))
         else:
             self._replica.snapshot_next_step(self._copier(self._name(step), position))
 
     def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
         """Copy the state before a step at once, and commit it; collective, by all ranks.
 
-        All summaries of earlier steps are received.
+        It returns once all ranks have acknowledged it, and everything older. All summaries of
+        earlier steps are received.
 
         Args:
             step: the step's number.
@@ -170,24 +179,26 @@ class StepSnapshots:
             ReplicasDiffer: it differs between ranks.
             CommError: a peer was lost, or silent.
         """
-        while self.obey(before=step) is not None:
+        while self.obey(before=step, wait=True) is not None:
             pass
         if self.on:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
-            bound = self._replica.take_snapshot_between_steps(self._copier(name, position))
+            bound = self._copy_at_once(self._copier(name, position))
             if not self.alone:
                 try:
-                    self.check.compare(step, self._snapshots.state(name) if bound else None)
+                    self.check.compare(step, self._comparable(name) if bound else None)
                 except ReplicasDiffer:
                     self.discard()
                     raise
-            self._snapshots.commit(name)
+            self.commits.wait()
+            self.commits.commit_next()
 
     def check_state(self, step: int) -> None:
         """Let the step that begins sum the state before it, where no snapshot copies it."""
-        if not (self.on or self.alone):
+        averaged = self._replica.averaged  # whose snapshots are rare
+        if (averaged or not self.on) and not self.alone:
             parts = ChecksumParts(parameters_only=self._replica.averaged)
             self._summed = step, parts
             name = self._name(step)
@@ -234,13 +245,14 @@ class StepSnapshots:
             parts, self._summed = self._summed[1], None
             spent, self._checks.seconds = self._checks.seconds, 0.0
             return self.check.checksum_code(step, parts, spent)
-        if self.alone or not self.holds(step):
+        if self.alone or self._replica.averaged or not self.holds(step):
             return 0, 0
         return self.check.checksum_code(step, self._snapshots.state(self._name(step)))
 
     def discard(self) -> None:
-        """Discard all snapshots, because the replicas differ."""
-        self._snapshots = Snapshots()
+        """Discard all snapshots, because the replicas differ, or memory is short."""
+        self._snapshots.clear()
+        self.commits.discard()
 
     def holds(self, step: int) -> bool:
         """Return whether this rank holds the snapshot of the state before a step."""
@@ -276,32 +288,60 @@ class StepSnapshots:
         """
         self._summaries.clear()
         self._between = 0
+        self.commits.leave_generation(name)
         self._snapshots.drop_beyond(name)
         self._snapshots.commit(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
         self._interval.steps, self._off = position["snapshot_interval"], False
-        own = restore_state(state, self.objects)
-        return position, OwnPart(state=own, sent=position.pop("sent"))
+        restore_state(state, self.objects)
+        if isinstance(self._replica, AveragedReplica):
+            self._replica.begin_from(state)
+        del position["sent"], position["members"]
+        return position, self.commits.own_part(name)
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
-        position = {**position, "sent": dict(self._run.context.summaries.sent)}
+        context = self._run.context
+        ids = tuple(member.id for member in context.group.generation.members)
+        position = {**position, "sent": dict(context.summaries.sent), "members": ids}
         return StateCopier(self._snapshots, name, self.objects, position, self._copies)
 
-    def _obey_summary(self, summary: StepSummary) -> SnapshotName | None:
-        """Return the name of the snapshot that a summary commits here."""
-        name = self._name(summary.step)
-        committed = summary.held and name in self.held
-        if committed:
-            self._snapshots.commit(name)
+    def _is_due(self, step: int) -> bool:
+        """Return whether the interval asks for a snapshot; of averaged weights, where rounds end.
+
+        A round's end is due if the interval asks for one in the round.
+        """
+        if not isinstance(self._replica, AveragedReplica):
+            return self._interval.step_is_due(step)
+        began, ended = self._replica.last_round
+        steps = range(began + 1, ended + 1)
+        return step == ended and any(self._interval.step_is_due(each) for each in steps)
+
+    def _copy_at_once(self, copier: StateCopier) -> bool:
+        if isinstance(self._replica, AveragedReplica):
+            return self._replica.take_snapshot(copier)
+        return self._replica.take_snapshot_between_steps(copier)
+
+    def _comparable(self, name: SnapshotName) -> Parts | ChecksumParts:
+        """Return what of a held snapshot ought to be equal on all ranks."""
+        state = self._snapshots.state(name)
+        if not self._replica.averaged:
+            return state
+        parts = ChecksumParts(parameters_only=True)
+        parts.add(name, state)
+        return parts
+
+    def _obey_summary(self, summary: StepSummary) -> None:
+        """Take note of the snapshots that all ranks acknowledge, and of rank 0's interval."""
+        self.commits.receive(summary)
         if summary.interval == OFF and not self._off:
             note = memory_note(self._snapshots.nbytes_required, self._limit_mb)
             if note is not None and self._run.context.group.rank == 0:
                 self._report(note)
-            self._off, self._snapshots = True, Snapshots()
+            self._off = True
+            self.discard()
         elif summary.interval:
             self._interval.steps = summary.interval
-        return name if committed and not self._off else None
 
     def _name(self, step: int) -> SnapshotName:
         return SnapshotName(self._run.context.group.generation.key_prefix, step)

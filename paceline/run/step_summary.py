@@ -1,4 +1,4 @@
-"""Step summaries: sums over ranks, requests to stop, rank 0's request, snapshots that all hold.
+"""Step summaries: sums over ranks, requests to stop, rank 0's request, acknowledged snapshots.
 
 Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
 step computes, and is received one step later, so that no rank waits for it:
@@ -23,7 +23,11 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 
-_MARKS = 9  # numbers behind the sums
+NONE_ACKNOWLEDGED: Sequence[bool] = (
+    False,
+    False,
+)  # at most two snapshots are held and not committed
+_MARKS = 10  # numbers behind the sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,8 @@ class StepSummary:
         sums: the ranks' values, summed.
         stop: whether any rank asks to stop.
         request: the request of rank 0.
-        held: whether all ranks hold a snapshot of the state before the step.
+        acknowledged: whether all ranks have acknowledged the first and the second of the snapshots
+            that they hold and that aren't committed.
         interval: the interval between snapshots that rank 0 asks for; 0: it doesn't.
         same_outcome: whether the step ended alike on all ranks.
         checked: whether any rank checked the state before the step.
@@ -49,7 +54,7 @@ class StepSummary:
     sums: tuple[float, ...]
     stop: bool
     request: int
-    held: bool
+    acknowledged: tuple[bool, ...]
     interval: int
     same_outcome: bool = True
     checked: bool = False
@@ -84,7 +89,7 @@ class StepSummaries:
         *,
         stop: bool,
         request: int = 0,
-        held: bool = False,
+        acknowledged: Sequence[bool] = NONE_ACKNOWLEDGED,
         interval: int = 0,
         outcome: int = 0,
         code: int = 0,
@@ -98,7 +103,8 @@ class StepSummaries:
             sums: (values,) float64, on the communicator's device.
             stop: this rank asks to stop.
             request: rank 0's request; 0 on other ranks.
-            held: this rank holds a snapshot of the state before the step.
+            acknowledged: (2,) whether this rank acknowledges the snapshots that aren't committed,
+                the oldest first; the same ones on all ranks.
             interval: the interval between snapshots that rank 0 asks for; 0 on other ranks.
             outcome: how the step ended, below 2^20; the same on all ranks.
             code: of the state before the step, below 2^20; 0: it isn't checked.
@@ -106,7 +112,7 @@ class StepSummaries:
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
         """
-        marks = [*times, stop, request, held, interval, check_interval]
+        marks = [*times, stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, code**2]
         flat = torch.cat([sums, sums.new_tensor(marks)])
         ticket = self.communicator.all_reduce(flat)
@@ -126,13 +132,14 @@ class StepSummaries:
                 self.waited += perf_counter() - began
             numbers, ranks = flat.tolist(), self.communicator.world_size
             values = len(numbers) - _MARKS - timed
-            stops, request, held, interval, check_interval, *codes = numbers[-_MARKS:]
+            stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
+            codes = numbers[-4:]
             yield StepSummary(
                 step=step,
                 sums=tuple(numbers[:values]),
                 stop=stops > 0,
                 request=int(request),
-                held=held == ranks,
+                acknowledged=tuple(count == ranks for count in counts),
                 interval=int(interval),
                 same_outcome=all_equal(codes[0], codes[1], ranks),
                 checked=codes[2] > 0,

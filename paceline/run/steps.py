@@ -26,16 +26,19 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import as_values
+from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
+from paceline.run.backup.own_part import OwnPart
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.run.step_snapshots import OwnPart, StepSnapshots
-from paceline.run.step_summary import StepSummary
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
@@ -74,7 +77,7 @@ class Steps:
     Args:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, and measures the step.
-        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
+        writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -86,6 +89,10 @@ class Steps:
         snapshots: takes snapshots in memory.
         next_generation: called when a peer is lost; without it, the run ends then.
         speeds: measures the ranks' speeds; None: they aren't measured.
+
+    Attributes:
+        position: the run's position.
+        went_back: whether the run went back to a snapshot since this start.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Steps:
     ) -> None:
         self.speeds = speeds
         self._snapshots, self._next_generation = snapshots, next_generation
+        self.went_back = False
         self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
@@ -131,6 +139,11 @@ class Steps:
         """The number of the run's present generation, for the ledger."""
         return self.run.context.group.generation.number
 
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a peer leads to another generation; the same on all ranks."""
+        return self._next_generation is not None and self._snapshots.on
+
     def _begin_generation(self, *, saved: bool) -> None:
         self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
@@ -150,13 +163,17 @@ class Steps:
             fields: of the event `run`, besides the ranks.
         """
         self._start_fields, group = fields, self.run.context.group
+        generation = group.generation
         self.run.recorder.event(
             "run",
             generation=self.generation,
+            id=generation.id,
+            start=generation.start,
+            ancestors=as_values(generation.ancestors),
             rank=group.rank,
             world_size=group.size,
-            members=[member.id for member in group.generation.members],
-            machines=len(group.generation.workers_per_machine),
+            members=[member.id for member in generation.members],
+            machines=len(generation.workers_per_machine),
             **fields,
         )
         self.run.recorder.event(
@@ -198,7 +215,7 @@ class Steps:
         Args:
             error: reports the lost connection; raised where the run can't continue.
         """
-        if self._next_generation is None or not self._snapshots.on:
+        if not self.survives:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
@@ -224,9 +241,14 @@ class Steps:
 
     def _enter(self, successor: Successor) -> None:
         position, own = self._snapshots.restore(successor.start)
-        parts = [own, *successor.parts]
+        members = {member.id for member in successor.group.generation.members}
+        commits = self._snapshots.commits
+        lost = [each for each in commits.members(successor.start) if each not in members]
+        parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self.went_back = True
+        self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
         for step in own.sent:
@@ -287,10 +309,10 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
-        request, held, interval = 0, False, 0
+        request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
         if self._keeping:
             seconds = time.perf_counter() - began
-            request, held, interval = self._checkpoints.report(number, seconds)
+            request, acknowledged, interval = self._checkpoints.report(number, seconds)
         code, check_interval = 0, 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.checksum_code(number)
@@ -304,7 +326,7 @@ class Steps:
             sums,
             stop=self._stopping(),
             request=request,
-            held=held,
+            acknowledged=acknowledged,
             interval=interval,
             outcome=outcome,
             code=code,
@@ -349,7 +371,7 @@ class Steps:
                 self._replica.merge()
             else:
                 self._replica.synchronize_replicas()
-        if not (self._checkpoints.saving and self._snapshots.on):  # else the copy is compared
+        if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
         return list(self.position.sums)
@@ -360,7 +382,7 @@ class Steps:
         Returns:
             as `StepSnapshots.last_checksums`; None, too, where `save` has compared the state.
         """
-        if self._checkpoints.saving and self._snapshots.on:
+        if self._checkpoints.compares:
             return None
         return self._snapshots.last_checksums(self.position.number)
 
@@ -400,33 +422,52 @@ class Steps:
             self._end_measured_steps()
         self._checkpoints.save(best=best, together=together)
 
-    def rescue(self) -> int | None:
+    def rescue(self, *, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, and record it; from any thread.
+
+        Args:
+            leaderless: this process writes although it isn't rank 0, which it can't reach.
 
         Returns:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None:
+        if self._writer is None or not (self.run.leads or leaderless):
             return None
         steps = self._writer.rescue()
         self._record_published(self._writer.published)
         return steps
 
-    def finish(self, *, stopped: bool = False) -> None:
+    def finish(self, *, stopped: bool = False, together: bool = False) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
 
         Args:
             stopped: a signal requested the end.
+            together: where the run survives lost members, all ranks wait for the leader's files.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
+        if together and self.survives:
+            self._await_leader()
         if self._writer is not None:
             self._writer.wait()
             self._record_published(self._writer.published)
         self.run.recorder.event("finish", stopped=stopped)
+
+    def _await_leader(self) -> None:
+        """Return once rank 0 has written its last checkpoint, so that another one can replace it.
+
+        Ranks meet several times within the timeout, because a file may take longer.
+        """
+        context = self.run.context
+        limit, written = context.limits[1] / 4, False
+        while not written:
+            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            missing = torch.tensor([not own], dtype=torch.float64, device=self._device)
+            what = "the wait for the last checkpoint"
+            written = not total(context.communicator, missing, what).item()
 
     def _boundary(self, number: int) -> None:
         alone = self.run.context.summaries.alone

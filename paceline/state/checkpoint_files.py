@@ -11,9 +11,10 @@ cut too, finds it whole or not at all.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -45,6 +46,17 @@ class Checkpoints:
     def __init__(self, run: Path, keep: int) -> None:
         self.folder = run / FOLDER
         self._keep = keep
+        self._lineage: set[Path] = set()
+        self._lock = threading.Lock()  # held while files are removed, or the lineage is replaced
+
+    def begin_generation(self, start: int) -> None:
+        """Begin the files of a generation that continues after `start` steps.
+
+        Its lineage consists of the files that are there, up to this step, and of those that are
+        written from now on. Other files are void: they are neither counted nor removed.
+        """
+        with self._lock:
+            self._lineage = {path for step, path in self._by_step().items() if step <= start}
 
     def newest_first(self) -> list[Path]:
         """List the files, the one with the most steps first."""
@@ -56,16 +68,18 @@ class Checkpoints:
         return max(self._by_step(), default=None)
 
     def _by_step(self) -> dict[int, Path]:
-        named = ((path, _NAME.fullmatch(path.name)) for path in self.folder.glob("step-*.pt"))
-        return {int(match[1]): path for path, match in named if match}
+        found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+        return {_step_of(path): path for path in found}
 
     def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
-        """Publish the state before step `step`, and remove files that are too old.
+        """Publish the state before step `step`, and remove old files of the lineage.
+
+        Nothing is removed if a generation has begun meanwhile.
 
         Raises:
             CheckpointError: the disk is full, or the folder can't be written.
         """
-        path = self.folder / f"step-{step:08}.pt"
+        path, lineage = self.folder / f"step-{step:08}.pt", self._lineage
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
@@ -74,8 +88,7 @@ class Checkpoints:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
                 link_atomically(first, path)
-            for old in self.newest_first()[self._keep :]:
-                old.unlink(missing_ok=True)
+            self._remove_old(path, lineage)
         except OSError as error:
             raise CheckpointError(
                 Message(
@@ -87,11 +100,24 @@ class Checkpoints:
             ) from error
         return path
 
+    def _remove_old(self, path: Path, lineage: set[Path]) -> None:
+        with self._lock:
+            lineage.add(path)
+            if lineage is not self._lineage:
+                return
+            for old in sorted(lineage, key=_step_of, reverse=True)[self._keep :]:
+                old.unlink(missing_ok=True)
+                lineage.discard(old)
+
     def clean(self) -> None:
         """Remove what a killed writer left half done."""
         # Of the run's folder only weights: other machines may be writing the other files.
         for part in (*self.folder.glob(PARTS), *self.folder.parent.glob(f".*.pt{PARTS[2:]}")):
             part.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
@@ -105,9 +131,29 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
         CheckpointError: the file is torn, damaged, or something else; names it and the reason.
     """
     (check_header if peek else check_integrity)(path)
-    state = load_file(path, mmap=peek)
+    return _checked(load_file(path, mmap=peek), str(path))
+
+
+def load_state(file: BinaryIO, name: str) -> dict[str, Any]:
+    """Load the contents of a checkpoint that another process has read and sent.
+
+    Args:
+        file: the contents.
+        name: of the file, for messages.
+
+    Raises:
+        CheckpointError: they are damaged, or something else.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's unpickler raises a dozen kinds over damage
+        raise CheckpointError(f"{name}: not a file of weights: {reason_of(error)}") from error
+    return _checked(state, name)
+
+
+def _checked(state: object, path: str) -> dict[str, Any]:
     missing = [name for name in _NEEDED if not isinstance(state, dict) or name not in state]
-    if missing:
+    if missing or not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: not a run's checkpoint: it has no {missing[0]!r}; give one that a run wrote, "
             "or load weights with --load_model_path."
@@ -117,5 +163,4 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
             f"{path}: written by a newer Paceline (format {state['paceline']}, this one reads "
             f"{FORMAT}); update Paceline."
         )
-    assert isinstance(state, dict)
     return state

@@ -10,6 +10,7 @@ where the earlier file isn't written yet.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Checkpoint writer of rank 0.
+    """Checkpoint writer: every member has one, and it writes while the member is rank 0.
 
     Args:
         checkpoints: writes the checkpoint files.
@@ -74,6 +75,7 @@ class CheckpointWriter:
         self._written: SnapshotName | None = None  # the last one
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
+        self._deadline = 0.0  # of the file that is being written
 
     def publish(self, checkpoint: Checkpoint) -> None:
         """Begin to write a checkpoint; an earlier one that is being written comes first.
@@ -82,10 +84,15 @@ class CheckpointWriter:
             CheckpointError: the earlier one couldn't be written.
         """
         self.wait()
+        self._deadline = time.monotonic() + _LIMIT_S
         self._writer = threading.Thread(
             target=self._write, args=(checkpoint,), name="checkpoint", daemon=True
         )
         self._writer.start()
+
+    def begin_generation(self, start: int) -> None:
+        """Begin the files of a generation that continues after `start` steps, as its leader."""
+        self._checkpoints.begin_generation(start)
 
     def rescue(self) -> int | None:
         """Write the newest state in memory, unless it is written or broken; from any thread.
@@ -106,7 +113,7 @@ class CheckpointWriter:
             CheckpointError: it couldn't be, or isn't after `_LIMIT_S`.
         """
         if self._writer is not None:
-            self._writer.join(_LIMIT_S)
+            self._writer.join(max(0.0, self._deadline - time.monotonic()))
             if self._writer.is_alive():
                 raise CheckpointError(
                     f"a checkpoint isn't written after {_LIMIT_S:g} s: check the disk of "
@@ -114,6 +121,15 @@ class CheckpointWriter:
                 )
             self._writer = None
         self.check()
+
+    def written(self, limit: float) -> bool:
+        """Return whether the file is written, after at most so many seconds; raises as `wait`."""
+        if self._writer is not None and time.monotonic() < self._deadline:
+            self._writer.join(limit)
+            if self._writer.is_alive():
+                return False
+        self.wait()
+        return True
 
     def check(self) -> None:
         """Raise CheckpointError if a file couldn't be written; each failure is raised once."""

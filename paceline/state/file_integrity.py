@@ -11,6 +11,7 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -81,6 +82,23 @@ def check_header(path: Path) -> Kind:
     raise CheckpointError(
         f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
     )
+
+
+def contents_id(path: Path) -> str:
+    """Return a digest that files of the same contents share; of an archive by its checksums.
+
+    Raises:
+        CheckpointError: it can't be read, is torn, or is of no format that holds weights.
+    """
+    digest = hashlib.sha256()
+    if check_header(path) == "torch":
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                digest.update(f"{member.filename} {member.file_size} {member.CRC}\n".encode())
+    else:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+    return digest.hexdigest()
 
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:

@@ -7,25 +7,39 @@
     <name>.pt              weights
     checkpoints/           what the run resumes from
     generation             the number of its newest generation
+    lineage.json           that number, and the generations from which it descends
     finished               there once the run came to its end
+    members/<name>.json    the run's processes, for `paceline stop` and `paceline status`
+    .alive.<machine>       locked by a machine's processes while the run is active there
 
-A lock, which the system takes back from a dead process, shows whether the run is alive on this
-machine. Nothing is written before the folder is known to be free and of the same configuration.
+The system takes a lock back from a dead process. A start needs the lock of the whole file, and then
+holds its first byte; each worker holds a byte of its own, so the run stays locked after the death
+of its supervisor:
+
+    byte    0                        1 + local rank
+    holder  the process that opens   a worker beside it
+
+Nothing is written before the folder is known to be free and of the same configuration.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import socket
+import struct
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
+from paceline.cluster.membership.lineage import Lineage, as_values, of_values
 from paceline.config.train import difference
 from paceline.errors import ConfigError, Message, PacelineError
 
@@ -34,11 +48,13 @@ FINISHED_NAME = "finished"
 _FINISHED = b"finished\n"  # the file's content
 _LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, pid
+LINEAGE_NAME = "lineage.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
-    """Folder of one run, locked by this process until `close`."""
+    """Folder of one run, locked by this process from `open` or `hold` until `close`."""
 
     def __init__(self, path: Path, *, shard_id: int) -> None:
         self.path = path
@@ -66,7 +82,7 @@ class RunFolder:
                 remedy=Message("give another {--run_id}, or remove {}", self.path),
             )
         if self._lock_path.exists():
-            self._take_lock()
+            self._take_lock(0)
             self.close()
 
     def open(self, config: Mapping[str, object]) -> None:
@@ -84,7 +100,7 @@ class RunFolder:
         with explained_writes(self.path):
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
+                self._take_lock(0)
                 known = _read(self.path / CONFIG_NAME)
                 if not known or difference(config, known):  # a new run, or more epochs
                     write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
@@ -97,6 +113,15 @@ class RunFolder:
                     rule=f"{self.path} can't be written ({error.strerror})",
                     remedy="give a folder where you may write",
                 ) from error
+
+    def hold(self, local_rank: int) -> None:
+        """Lock the folder as a worker, while the process that opened it has it locked.
+
+        Raises:
+            ConfigError: another process has the worker's byte.
+        """
+        with explained_writes(self.path):
+            self._take_lock(1 + local_rank)
 
     def finished_as(self, config: Mapping[str, object]) -> bool:
         """Return whether the run came to its end, with as many epochs as this configuration has.
@@ -123,9 +148,11 @@ class RunFolder:
             write_atomically(path, _FINISHED)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder; the last of its holders removes the file of the lock."""
         if self._lock is not None:
-            self._lock_path.unlink(missing_ok=True)
+            with suppress(OSError):  # another process of the run still holds it
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock_path.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
@@ -144,18 +171,30 @@ class RunFolder:
                 remedy=Message("restore the former value, or give another {--run_id}"),
             )
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, byte: int) -> None:
+        """Lock a byte; byte 0 only where no other byte is locked."""
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if byte:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            else:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(lock, fcntl.LOCK_UN, 0, 1)
         except (BlockingIOError, PermissionError) as error:
+            holder = _holder(lock)
             os.close(lock)
             raise ConfigError(
                 flag="run_id",
                 value=self.path.name,
-                rule="this run is active on this machine",
-                remedy=Message("stop it, or give another {--run_id}"),
+                rule=f"this run is active on this machine{holder}",
+                remedy=Message(
+                    "end it with `paceline stop {}`, or give another {--run_id}", self.path
+                ),
             ) from error
+        if not _is_named(lock, self._lock_path):  # its last holder has just removed it
+            os.close(lock)
+            self._take_lock(byte)
+            return
         self._lock = lock
 
 
@@ -174,31 +213,28 @@ def is_finished(run: Path) -> bool:
     return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
 
 
-def next_generation(run: Path, at_least: int = 0) -> int:
-    """Number a start's first generation: 0 for the first start, else one more than the last.
+def next_generation(run: Path) -> int:
+    """Return the number after that of the run's newest generation; 0 if there is none.
 
     Args:
-        run: the run's folder, which exists.
-        at_least: the generation in the checkpoint that the run resumes from.
+        run: the run's folder.
 
     Raises:
-        PacelineError: the folder can't be written.
+        PacelineError: the record of the number is damaged.
     """
     path = run / GENERATION_NAME
-    generation = at_least
-    if path.exists():
-        text = path.read_bytes().strip()
-        if not text.isdigit() or len(text) > _LONGEST_NUMBER:
-            raise PacelineError(
-                Message(
-                    "{} is damaged; it must contain the number of the run's last generation: "
-                    "write that number into it, or give another {--run_id}.",
-                    path,
-                )
+    if not path.exists():
+        return 0
+    text = path.read_bytes().strip()
+    if not text.isdigit() or len(text) > _LONGEST_NUMBER:
+        raise PacelineError(
+            Message(
+                "{} is damaged; it must contain the number of the run's last generation: "
+                "write that number into it, or give another {--run_id}.",
+                path,
             )
-        generation = max(generation, int(text) + 1)
-    record_generation(run, generation)
-    return generation
+        )
+    return int(text) + 1
 
 
 def record_generation(run: Path, generation: int) -> None:
@@ -210,6 +246,46 @@ def record_generation(run: Path, generation: int) -> None:
     path = run / GENERATION_NAME
     with explained_writes(path):
         write_atomically(path, f"{generation}\n")
+
+
+def record_lineage(run: Path, number: int, lineage: Lineage) -> None:
+    """Record the lineage of the run's newest generation, before it writes anything.
+
+    Args:
+        run: the run's folder, which exists.
+        number: the generation's number.
+        lineage: its ancestors and itself.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / LINEAGE_NAME
+    with explained_writes(path):
+        text = json.dumps({"generation": number, "lineage": as_values(lineage)})
+        write_atomically(path, f"{text}\n")
+
+
+def recorded_lineage(run: Path) -> tuple[int, Lineage] | None:
+    """Return the number and the lineage that `record_lineage` recorded; None without a record.
+
+    Raises:
+        PacelineError: the record can't be read.
+    """
+    path = run / LINEAGE_NAME
+    try:
+        values = json.loads(path.read_bytes())
+        return int(values["generation"]), of_values(values["lineage"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PacelineError(
+            Message(
+                "{} can't be read ({}): restore the file, or remove it if no start of the run had "
+                "to skip a damaged checkpoint.",
+                path,
+                error,
+            )
+        ) from error
 
 
 def choose_run_id(output_dir: Path, digest: str, *older: str, anew: bool) -> str:
@@ -234,6 +310,21 @@ def _runs(output_dir: Path, digest: str) -> int:
     while (output_dir / f"{digest}-{number + 1}").exists():
         number += 1
     return number
+
+
+def _holder(lock: int) -> str:
+    """Name the process that holds the lock, in brackets; "" where the kernel doesn't know it."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    pid = _FLOCK.unpack(fcntl.fcntl(lock, fcntl.F_GETLK, wanted))[4]
+    return f" (process {pid} on {socket.gethostname()})" if pid > 0 else ""
+
+
+def _is_named(lock: int, path: Path) -> bool:
+    """Return whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

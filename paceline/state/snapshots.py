@@ -3,10 +3,11 @@
     open ── add, add, … ── hold ──▶ held ── commit ──▶ committed      (older ones are superseded)
       └── give_up: no trace
 
-A snapshot is *held* when this rank has all its parts, and *committed* when all ranks hold it. At
-most two are retained: the newest committed one and one that isn't committed yet, or two that
-aren't. What this rank holds it retains until a newer one is committed, because another rank may be
-told that it is held here. The memory of a superseded snapshot is used for the next copy.
+A snapshot is *held* when this rank has all its parts. It is *committed* when all ranks hold it, and
+another rank, the backup holder, has a copy of what each rank alone has of it. At most two are
+retained: the newest committed one and one that isn't committed yet, or two that aren't. What this
+rank holds it retains until a newer one is committed, because it may have acknowledged that it holds
+it. The memory of a superseded snapshot is used for the next copy.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ class Snapshots:
         return tuple(one.name for one in self._snapshots if one.stage is not _Stage.OPEN)
 
     @property
+    def uncommitted(self) -> tuple[SnapshotName, ...]:
+        """Names of the snapshots that are held here and not committed, oldest first."""
+        return tuple(one.name for one in self._snapshots if one.stage is _Stage.HELD)
+
+    @property
     def newest_committed(self) -> SnapshotName | None:
         """Name of the newest snapshot that all ranks hold, None before there is one."""
         names = (one.name for one in self._snapshots if one.stage is _Stage.COMMITTED)
@@ -141,10 +147,19 @@ class Snapshots:
         """Drop the open snapshot."""
         self._drop(self._get(name, _Stage.OPEN))
 
+    def clear(self) -> None:
+        """Drop all snapshots; their memory isn't used again."""
+        with self._lending:
+            self._snapshots, self._spare = [], {}
+
     def drop_beyond(self, name: SnapshotName) -> None:
-        """Drop all snapshots that are newer than the held one from which a generation starts."""
+        """Drop all snapshots that are newer than the held one from which a generation starts.
+
+        Their memory isn't used again: a copy for another rank may still be read from it.
+        """
         start = self._get(name, _Stage.HELD, _Stage.COMMITTED)
         while self._snapshots[-1] is not start:
+            self._snapshots[-1].borrowed = True
             self._drop(self._snapshots[-1])
 
     def state(self, name: SnapshotName) -> Mapping[str, Mapping[Any, Any]]:

@@ -6,15 +6,23 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 from paceline.wiring.checks import check
 from paceline.wiring.connections import connect, connect_machine, device_of, make_run
 from paceline.wiring.exchange import replicate
+from paceline.wiring.membership import MemberLink, join_membership
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
-from paceline.wiring.recorders import build_recorder, build_trace, build_trackers
+from paceline.wiring.recorders import (
+    build_leader_recorder,
+    build_recorder,
+    build_trace,
+    build_trackers,
+)
 from paceline.wiring.resume import Start, find_start
 from paceline.wiring.sources import Databases, cores_per_worker, make_loader, open_sources
 from paceline.wiring.trainer import build_trainer
 
 __all__ = [
     "Databases",
+    "MemberLink",
     "Start",
+    "build_leader_recorder",
     "build_recorder",
     "build_trace",
     "build_trackers",
@@ -26,6 +34,7 @@ __all__ = [
     "device_of",
     "find_start",
     "import_optimizers",
+    "join_membership",
     "make_loader",
     "make_model",
     "make_optimizer",

@@ -47,23 +47,24 @@ def average_weights(
             the run can't have a server.
         CommError: a peer was lost, or silent, or no server came.
     """
-    context = run.context
     alone = config.transport == "nixl"  # it shares no memory
-    topology = Topology.of([1] * context.group.size) if alone else context.topology
     met = meet_server(run, model, config, average) if average.through == "server" else None
-    if met is not None:
-        topology = topology.served_by(met.name)
-    rule, codec = average.rule.for_workers(context.group.size), merge_codec(config.wire)
+    codec = merge_codec(config.wire)
     device = next(model.parameters(), torch.empty(0)).device
 
     def make(buckets: Sequence[Bucket]) -> WeightAverage:
+        context = run.context  # of the present generation
+        topology = Topology.of([1] * context.group.size) if alone else context.topology
+        if met is not None:
+            topology = topology.served_by(met.name)
+        rule = average.rule.for_workers(context.group.size)
         options = PutOptions(
             open_window=partial(
                 context.open_window,
                 transport=config.transport,
                 connections=config.connections or 1,
                 trace=run.trace,
-                server=None if met is None else met.link,
+                server=None if met is None else met.link(context),
             ),
             topology=topology,
             limits=context.limits,
@@ -90,7 +91,7 @@ def average_weights(
     return AveragedReplica(
         model,
         optimizer,
-        lambda: context.communicator,
+        lambda: run.context.communicator,
         make,
         bucket_bytes=config.bucket_bytes,
         fragments=average.fragments,

@@ -45,14 +45,14 @@ class MetServer:
     Attributes:
         registration: the server's.
         store: of the run's start.
-        link: to the server, as of the window.
+        address: the address of this machine at which the server and the workers reach it.
         model: digest of the model.
         config: how the changes of weights travel.
     """
 
     registration: Registration
     store: PolledStore
-    link: ServerLink
+    address: str
     model: str
     config: SyncConfig
 
@@ -60,6 +60,17 @@ class MetServer:
     def name(self) -> str:
         """What errors call the server."""
         return name_of(self.registration)
+
+    def link(self, context: GenerationContext) -> ServerLink:
+        """Return the link to the server, for the window of a generation."""
+        numbers = count()  # of local sockets, and of connections
+        purpose = context.served_purpose
+        return ServerLink(
+            address=self.address,
+            publish=lambda texts: give_addresses(
+                self.store, self.registration, purpose, next(numbers), texts
+            ),
+        )
 
     def invite(self, context: GenerationContext, layout: Layout) -> None:
         """Invite the server; rank 0 does.
@@ -91,6 +102,7 @@ class MetServer:
             connections=self.config.connections or 1,
             model=self.model,
             size=layout.server_size,
+            timeout=context.limits[1],
         )
         invite(self.store, self.registration, invitation, _SOONER * context.limits[0])
 
@@ -116,13 +128,12 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
     registration = Registration.from_text(
         gather_bytes(context.communicator, text.encode(), device, what)[0]
     )
-    numbers = count()  # of local sockets, and of connections
-    link = ServerLink(
-        address=_address(group.address, registration, own),
-        publish=lambda texts: give_addresses(store, registration, next(numbers), texts),
-    )
     return MetServer(
-        registration=registration, store=store, link=link, model=digest_of(model), config=config
+        registration=registration,
+        store=store,
+        address=_address(group.address, registration, own),
+        model=digest_of(model),
+        config=config,
     )
 
 

@@ -17,6 +17,7 @@ from paceline.config.train import TrainConfig
 from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
+from paceline.wiring.membership import MemberLink
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -35,7 +36,7 @@ def make_run(
     group: Group,
     store: Store,
     device: torch.device,
-    later_store: Callable[[Group], Store] | None = None,
+    link: MemberLink | None = None,
 ) -> Run:
     """Connect this worker with all others of its generation; collective.
 
@@ -44,8 +45,8 @@ def make_run(
         group: all ranks of the generation, as this one sees them.
         store: where its ranks find each other.
         device: this worker's.
-        later_store: returns where the ranks of a later generation find each other; without it, in
-            `store`.
+        link: interrupts a generation that loses a member, and has the store of later ones;
+            without it, they use `store`, too.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -54,10 +55,16 @@ def make_run(
     def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
         def connecting(group: Group, purpose: str) -> Communicator:
             first = group.generation.token == token
-            place = store if first or later_store is None else later_store(group)
+            place = store if first or link is None else link.store_of(group)
             return connect(group, purpose, store=place, device=device, limits=limits)
 
-        return partial(GenerationContext, connect=connecting, device=device, limits=limits)
+        def make_context(group: Group) -> GenerationContext:
+            context = GenerationContext(group, connecting, device=device, limits=limits)
+            if link is not None:
+                link.attach(context)
+            return context
+
+        return make_context
 
     token = group.generation.token
 

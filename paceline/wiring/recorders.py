@@ -1,25 +1,25 @@
-"""Recorders of a rank: event file, log, console, trace and trackers."""
+"""Recorders of a member: event file and trace; as the leader log, console and trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
-from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
-from paceline.errors import Message
+from paceline.errors import ConfigError, Message
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
+from paceline.observe.leader_recorder import LeaderRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.observe.trackers.tracker import Tracker
-from paceline.observe.trackers.trackers import open_trackers
+from paceline.observe.trackers.trackers import open_trackers, require_installed
 from paceline.recorder import Recorder
 from paceline.run.learning_rate import base_rate
 from paceline.run.run import Run
@@ -43,30 +43,45 @@ def build_trace(
 
 
 def build_trackers(
-    output: OutputConfig, group: Group, folder: Path, parameters: Mapping[str, object]
+    output: OutputConfig, folder: Path, parameters: Mapping[str, object]
 ) -> list[Tracker]:
-    """Make the recorders that pass values to experiment trackers; only rank 0 has any."""
-    names = output.trackers if group.rank == 0 else ()
+    """Make the leader's recorders that pass values to experiment trackers.
+
+    A run continues without a tracker whose package the machine of a later leader lacks.
+    """
+    names = []
+    for name in output.trackers:
+        try:
+            require_installed([name])
+            names.append(name)
+        except ConfigError as error:
+            print_message(f"The run continues without its tracker {name}: {error}")
     return open_trackers(names, folder, parameters, print_message)
 
 
+def build_leader_recorder(
+    run: Run, open_recorders: Callable[[], Sequence[Recorder]]
+) -> LeaderRecorder:
+    """Make what opens recorders while this process is the leader, in each generation."""
+    recorder = LeaderRecorder(lambda: run.leads, open_recorders)
+    run.when_entered(recorder.hand_over)
+    return recorder
+
+
 def build_recorder(
-    config: TrainConfig, group: Group, folder: Path, start: Start, trace: Trace | None = None
-) -> tuple[Recorder, Path | None]:
-    """Make a rank's recorders, and report where rank 0 writes the CSV log.
+    config: TrainConfig, run: Run, folder: Path, start: Start, *others: Recorder
+) -> Recorder:
+    """Make a member's recorders, and hand over the leader's in each generation.
 
     Args:
         config: the run's configuration.
-        group: all ranks.
+        run: the run, whose trace receives all spans and events, too.
         folder: the run's; made.
         start: where the run starts.
-        trace: receives all spans and events, too.
+        others: receive all events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    events = EventFile(folder, group.member.id)
-    if group.rank > 0:
-        return StepAccount(events, trace=trace), None
-    optim = config.optim
+    optim, group = config.optim, run.context.group
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
         folder,
@@ -80,6 +95,14 @@ def build_recorder(
         parameters=config.flat(),
         now=datetime.now(),
         epoch=start.position.epoch,
+        totals=start.totals,
+        leads=lambda: run.leads,
     )
-    trackers = build_trackers(config.output, group, folder, config.flat())
-    return StepAccount(events, log, Console(), *trackers, trace=trace), log.path
+    run.when_entered(log.hand_over)
+
+    def open_recorders() -> list[Recorder]:
+        return [Console(log=log.path), *build_trackers(config.output, folder, config.flat())]
+
+    events = EventFile(folder, group.member.id)
+    leader = build_leader_recorder(run, open_recorders)
+    return StepAccount(events, log, leader, *others, trace=run.trace)

@@ -1,6 +1,8 @@
 """Where a run resumes: its newest valid checkpoint, another run's checkpoint, or the beginning.
 
-Rank 0 reads the disk; the others get the state from it, so that machines needn't share a folder.
+The folders of all machines are looked into, which needn't be shared. The ranks whose machine lacks
+the checkpoint get it from one that has it.
+
 A checkpoint has a position in an epoch. With other data, or batches of another size, that position
 is another one: samples would be lost, or trained twice. So this is checked before a run starts.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,28 @@ from typing import Any
 import torch
 
 from paceline.cluster.membership.generation import Group
-from paceline.comm.communicator import broadcast_state
+from paceline.cluster.membership.lineage import Lineage
 from paceline.config.run import OutputConfig
-from paceline.config.train import difference
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
+from paceline.observe.csv_log import Totals
 from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.run import Run
+from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
-from paceline.state.run_folder import next_generation, record_generation
+from paceline.state.run_folder import record_generation, record_lineage
+from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
+from paceline.wiring.search.machine_folders import (
+    Candidate,
+    FolderRecord,
+    candidates,
+    gather_records,
+    known_lineages,
+    look_into,
+    totals_before,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +52,25 @@ class Start:
         state: the contents of the checkpoint; None at the beginning of a run.
         origin: the checkpoint's path, if another run wrote it; else None.
         notes: sentences for the user.
+        ancestors: the generations from which that generation descends.
+        totals: totals of the CSV log after the epochs before it.
     """
 
     generation: int = 0
     state: Mapping[str, Any] | None = None
     origin: str | None = None
     notes: tuple[str, ...] = ()
+    ancestors: Lineage = ()
+    totals: Totals | None = None
+
+    def check_order(self, order: Order, fingerprint: str) -> None:
+        """Check that the checkpoint, which may be another machine's, has the same data and batches.
+
+        Raises:
+            ConfigError: its run had other data or batches.
+        """
+        name = self.origin or "The run's newest checkpoint"
+        check_order_of(self.state or {}, name, order, fingerprint)
 
     @property
     def position(self) -> Position:
@@ -122,29 +148,32 @@ def find_start(
 ) -> Start:
     """Find the starting point of a run, and number its first generation; collective.
 
-    Rank 0 records the numbers of later generations in the folder, so that the next start has
-    another one.
+    Each machine records the number and the lineage of each generation in its folder, so that the
+    next start has another number, and descends from it, whichever machines it has.
 
     Args:
         output: says what to resume from.
-        folder: the run's, rank 0's.
+        folder: the run's, on this machine; machines may share it.
         identity: flags that make it this run; another run's checkpoints are skipped.
         run: connects the ranks.
         device: where tensors of collectives live.
 
     Raises:
         ConfigError: `--resume` names a file that isn't there.
-        CheckpointError: there are checkpoints, and none can be read.
+        CheckpointError: there are checkpoints, and none can be used; or two lineages committed
+            steps.
+        PacelineError: the folder can't be read or written.
     """
-    found: dict[str, Any] = {}
-    if run.context.group.rank == 0:
-        start = _look(output, folder, identity)
-        found = {f.name: getattr(start, f.name) for f in fields(Start)}
-    what = "the broadcast of the start position"
-    start = Start(**broadcast_state(run.context.communicator, found, device, what))
-    run.start_at(start.generation)
-    run.record_number = partial(_record_number, folder)
-    return start
+    group = run.context.group
+    own = look_into(folder, output, identity) if _first_of_machine(group) else None
+    records = gather_records(run, device, own)
+    start = _choose(output, folder, run, device, records)
+    number = max(start.generation, *(record.number for record in records.values()))
+    totals = totals_before(records, start.position.epoch)
+    run.start_at(number, ancestors=start.ancestors, start=start.position.number)
+    run.record_number = partial(_record, folder)
+    run.record_number(run.context.group)
+    return replace(start, generation=number, totals=totals)
 
 
 def check_origin(output: OutputConfig, run: Path) -> None:
@@ -160,12 +189,7 @@ def check_origin(output: OutputConfig, run: Path) -> None:
     if output.resume in ("auto", "no") or Checkpoints(run, 1).newest_first():
         return
     if not Path(output.resume).is_file():
-        raise ConfigError(
-            flag="resume",
-            value=output.resume,
-            rule="there is no such file",
-            remedy="give 'auto', 'no', or the path of a checkpoint",
-        )
+        raise _no_origin(output)
 
 
 def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str) -> None:
@@ -182,67 +206,119 @@ def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str)
         CheckpointError: `--resume` names a file that is torn, or something else.
     """
     path, state = _peek(output, run)
+    check_order_of(state, str(path), order, fingerprint)
+
+
+def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprint: str) -> None:
+    """Check that a checkpoint was made with the same data and batches.
+
+    Args:
+        state: its contents.
+        name: of the file, for messages.
+        order: of the images that the run will train.
+        fingerprint: of these images; checkpoints of earlier versions have none.
+
+    Raises:
+        ConfigError: its run had other data or batches.
+    """
     if "order" not in state:
         return
     saved, wanted = _words(Order(**state["order"])), _words(order)
     if saved != wanted:
         raise ConfigError(
-            f"{path} was written with {saved}, but this run has {wanted}. Use the same data and "
+            f"{name} was written with {saved}, but this run has {wanted}. Use the same data and "
             "flags, or start a new run from its weights with --load_model_path."
         )
     if state.get("data", fingerprint) != fingerprint:
         raise ConfigError(
-            f"{path} was written with the same number of images, but the images or labels differ. "
+            f"{name} was written with the same number of images, but the images or labels differ. "
             "Use the same data, or start a new run from its weights with --load_model_path."
         )
 
 
-def _record_number(folder: Path, group: Group) -> None:
-    if group.rank == 0:
+def _record(folder: Path, group: Group) -> None:
+    """Record a generation, as the first rank of a machine."""
+    if _first_of_machine(group):
         record_generation(folder, group.generation.number)
+        record_lineage(folder, group.generation.number, group.generation.lineage)
 
 
-def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> Start:
-    run.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(run, output.keep_checkpoints)
-    checkpoints.clean()
-    found = checkpoints.newest_first()
-    notes: list[str] = []
-    for path in found:
+def _first_of_machine(group: Group) -> bool:
+    machines = [member.machine for member in group.generation.members]
+    return machines.index(group.machine) == group.rank
+
+
+def _choose(
+    output: OutputConfig,
+    folder: Path,
+    run: Run,
+    device: torch.device,
+    records: Mapping[int, FolderRecord],
+) -> Start:
+    """Read the newest checkpoint that can be read; collective."""
+    group = run.context.group
+    found, notes = candidates(records, group.generation)
+    known = known_lineages(records)
+    for candidate in found:
         try:
-            state = read_checkpoint(path)
+            state = _fetch(run, device, candidate)
         except CheckpointError as error:
             notes.append(str(error))
         else:
-            if not difference(state.get("config") or {}, identity):
-                return _start(run, state, f"Resuming from {path}", None, notes)
-            notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
-    if found:
+            start = _start(state, f"Resuming from {candidate.name}", None, notes)
+            return replace(start, ancestors=ancestors_of_start(candidate.header, known))
+    if count := sum(record.count for record in records.values()):
         raise CheckpointError(
             Message(
                 "{} No checkpoint of run {} ({} found) can be used: use another {--run_id}, or "
                 "delete the checkpoints to restart the run.",
                 notes[0],
-                run.name,
-                len(found),
+                folder.name,
+                count,
             )
         )
+    ancestors = ancestors_of_start(None, known)
     if output.resume in ("auto", "no"):
-        return Start(generation=next_generation(run))
-    check_origin(output, run)
-    path = Path(output.resume)
-    return _start(run, read_checkpoint(path), f"Starting from {path}", str(path), notes)
+        return Start(ancestors=ancestors)
+    origin = _origin(output, group.generation.machine_of(0), records)
+    state = _fetch(run, device, origin)
+    start = _start(state, f"Starting from {output.resume}", output.resume, notes)
+    return replace(start, ancestors=ancestors)
 
 
-def _start(
-    run: Path, state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]
-) -> Start:
+def _fetch(run: Run, device: torch.device, candidate: Candidate) -> dict[str, Any]:
+    path = candidate.paths.get(run.context.group.machine)
+    return fetch_checkpoint(run, device, path, candidate.file.size)
+
+
+def _origin(output: OutputConfig, first: int, records: Mapping[int, FolderRecord]) -> Candidate:
+    """Return the file that `--resume` names, of rank 0's machine."""
+    if not records[first].origin:
+        raise _no_origin(output)
+    (file,) = records[first].origin
+    paths = {
+        machine: Path(file.path)
+        for machine, record in records.items()
+        if [each.contents for each in record.origin] == [file.contents]
+    }
+    return Candidate(name=file.path, file=file, paths=paths)
+
+
+def _no_origin(output: OutputConfig) -> ConfigError:
+    return ConfigError(
+        flag="resume",
+        value=output.resume,
+        rule="there is no such file",
+        remedy="give 'auto', 'no', or the path of a checkpoint",
+    )
+
+
+def _start(state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]) -> Start:
     position = state["position"]
     epoch, step = position["epoch"], position["step"]
     where = f"epoch {epoch + 1}, {_done(step, 'step')}." if step else f"{_done(epoch, 'epoch')}."
-    own = 0 if origin else position["generation"] + 1
     return Start(
-        generation=next_generation(run, own),
+        generation=0 if origin else position["generation"] + 1,
         state=state,
         origin=origin,
         notes=(*notes, f"{what}: {where}"),

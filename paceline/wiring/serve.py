@@ -14,7 +14,7 @@ from paceline.cluster.rendezvous.server_registration import Invitation, Register
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.connection_window import connect_window
 from paceline.comm.transport.bootstrap import Bootstrap
-from paceline.errors import CommError, PeerLost, many
+from paceline.errors import CommError, ConfigError, PeerLost, many
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.shard_server import ShardServer
 
@@ -73,7 +73,7 @@ def serve(
     assert server is not None
     numbers = count()
     bootstrap = Bootstrap(
-        share=lambda where: registered.addresses(next(numbers), limit),
+        share=lambda where: registered.addresses(invitation.purpose, next(numbers), limit),
         rank=server,
         world_size=server + 1,
         token=invitation.token,
@@ -106,6 +106,46 @@ def serve(
             raise PeerLost(f"the averaging server lost {lost}: {error.cause}.") from error
         finally:
             report(_account(served))
+
+
+def serve_generations(
+    registered: RegisteredServer,
+    invitation: Invitation,
+    *,
+    model: str = "",
+    limit: float,
+    report: Callable[[str], None],
+    set_serving: Callable[[bool], None] = lambda serving: None,
+) -> None:
+    """Answer an invitation, serve, and continue with the workers' next generation after a loss.
+
+    Args:
+        registered: the server's registration.
+        invitation: the first one.
+        model: as of `refusal`.
+        limit: as of `serve`, for the first generation.
+        report: receives lines about what is served.
+        set_serving: called with whether workers are served, or awaited.
+
+    Raises:
+        ConfigError: the invitation is refused; says why.
+        CommError: as `serve`, and the workers have no next generation.
+    """
+    while True:
+        reason = refusal(invitation, model)
+        registered.answer(invitation, reason)
+        if reason:
+            raise ConfigError(f"this server refuses to serve the run: {reason}")
+        set_serving(True)
+        try:
+            return serve(registered, invitation, limit=limit, report=report)
+        except CommError as error:
+            set_serving(False)
+            following = registered.following(invitation)
+            if following is None:
+                raise
+            report(f"{error} The workers continue in their next generation.")
+            invitation, limit = following, following.timeout
 
 
 def layout_of(invitation: Invitation) -> Layout:

@@ -17,11 +17,11 @@ from paceline.config.train import TrainConfig
 from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
-from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
@@ -54,6 +54,7 @@ def build_trainer(
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
     next_generation: NextGeneration | None = None,
+    backup: SnapshotBackup | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -67,12 +68,14 @@ def build_trainer(
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
         next_generation: called when a peer is lost; without it, the run ends then.
+        backup: sends what this rank alone has of a snapshot to its backup holder.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
-    recorder, leads = run.recorder, run.context.group.rank == 0
+    start.check_order(order_of(config, len(sources.train)), sources.train.fingerprint)
+    recorder = run.recorder
     torch.manual_seed(optim.seed)
     share = BatchShare()
     weights_file = config.model.load_model_path if start.state is None else ""
@@ -135,19 +138,18 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    of_losses = recorder if leads else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
         run,
-        make_writer(config, folder, sources.train) if leads else None,
+        make_writer(config, folder, sources.train),
         seed=optim.seed,
         position=position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
+        check_sums=watch_of(config, run, folder, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, output, position),
+        snapshots=_snapshots_of(run, replica, parts, device, output, position, backup),
         next_generation=next_generation,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
@@ -162,7 +164,7 @@ def build_trainer(
         device=device,
         train=train,
         test=test,
-        save=partial(save_weights, weights, model) if leads else lambda: None,
+        save=lambda: save_weights(weights, model) if run.leads else None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )
@@ -175,19 +177,20 @@ def _snapshots_of(
     device: torch.device,
     output: OutputConfig,
     position: Position,
+    backup: SnapshotBackup | None,
 ) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
-    averaged = isinstance(replica, AveragedReplica)
     objects = StateObjects(model=parts["model"], optimizer=parts["optimizer"], tracked=tracked)
     return StepSnapshots(
         run,
         replica,
         objects,
         device,
-        enabled=output.snapshots and not averaged,
+        enabled=output.snapshots,
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         check=output.replica_check,
+        backup=backup,
         report=lambda note: run.recorder.event("note", text=str(note)),
     )
 
@@ -200,17 +203,16 @@ def make_writer(config: TrainConfig, folder: Path, source: Source) -> Checkpoint
     return CheckpointWriter(checkpoints, constant=constant)
 
 
-def watch_of(
-    config: TrainConfig, recorder: Recorder, folder: Path, generation: Callable[[], int], steps: int
-) -> LossWatch:
+def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWatch:
     """Make the watch that records the losses and stops a run that diverges; epochs have `steps`."""
     remedy = (
         "Use a smaller --base_learning_rate or add --warmup_epochs; the checkpoints in "
         f"{folder / FOLDER} are valid."
     )
     return LossWatch(
-        recorder,
-        generation=generation,
+        run.recorder,
+        generation=lambda: run.context.group.generation.number,
+        leads=lambda: run.leads,
         max_loss=config.optim.max_loss,
         remedy=remedy,
         every=steps if config.optim.max_loss_at == "epoch" else 1,

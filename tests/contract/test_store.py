@@ -1,4 +1,4 @@
-"""One suite over the stores: shared folder, Redis, TCP, and values sealed by a secret."""
+"""One suite over the stores: shared folder, Redis, etcd, TCP, and values sealed by a secret."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.network.stores import LIMIT, on_processes, store_of
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 from tests.harness.processes.worlds import world_of
 
-KINDS = ["folder", "redis", "tcp", "sealed tcp"]
+KINDS = ["folder", "redis", "etcd", "tcp", "sealed tcp"]
 BINARY = bytes(range(256)) * 3
 
 

@@ -25,9 +25,10 @@ from tests.harness.equivalence.trainer_rollbacks import (
     STEPS,
     TrainerRollbacks,
 )
-from tests.harness.processes.run_folders import events
+from tests.harness.processes.run_folders import event_files, events
 
 CASES = {
+    "average": ("--sync", "average", "--average_every", "2", "--bucket_mb", "0.1"),
     "allreduce": ("--sync", "allreduce"),
     "notified": ("--sync", "notified", "--bucket_mb", "0.1"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.1"),
@@ -76,6 +77,8 @@ def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
     assert ledger.main([str(broken.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+    assert [one["start"] for one in proof["generations"]] == [0, *broken.starts]
+    assert all(one["in_lineage"] for one in proof["generations"])
     lines, started = events(broken.folder), -1
     for line in lines:
         started += line["event"] == "run"
@@ -92,6 +95,8 @@ def test_checkpoints_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) 
     assert sorted(found[0]) == [f"step-{step:08}.pt" for step in (3, 4, 6, 8)]
     assert found[0].keys() == found[1].keys()
     assert 3 in broken.starts
+    lineage = read_checkpoint(found[1]["step-00000008.pt"])["lineage"]
+    assert [start for _, start in lineage] == [0, *broken.starts]
     for file in found[0]:
         one, other = (read_checkpoint(files[file]) for files in found)
         for state in (one, other):
@@ -129,10 +134,14 @@ def test_a_trainer_continues_with_fewer_members_and_with_all_again(
     for one, row in zip(plain.rows, other.rows, strict=True):
         for key in ("input_count", "cumulative_input_count", *(() if lossy else SCORES)):
             assert float(row[key]) == pytest.approx(float(one[key]), rel=1e-7)
-    capsys.readouterr()
-    assert ledger.main([str(other.folder), "--json"]) == 0
-    proof = json.loads(capsys.readouterr().out)
-    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+    for lost in ([], event_files(other.folder, rank=1)):  # of the member that leaves
+        for path in lost:
+            path.unlink()
+        capsys.readouterr()
+        assert ledger.main([str(other.folder), "--json"]) == 0
+        proof = json.loads(capsys.readouterr().out)
+        assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+        assert any(one["substituted"] for one in proof["accounts"]) == bool(lost)
 
 
 @pytest.mark.parametrize(

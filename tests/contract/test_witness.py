@@ -26,7 +26,7 @@ from tests.harness.network.stores import LIMIT, on_processes, store_of
 SECRET = "open sesame"
 
 
-@pytest.fixture(params=["folder", "redis", "sealed folder", "sealed redis"])
+@pytest.fixture(params=["folder", "redis", "etcd", "sealed folder", "sealed redis", "sealed etcd"])
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
     *sealed, kind = request.param.split()
     with store_of(kind, tmp_path) as made:

@@ -17,7 +17,8 @@ from tests.harness.processes.bad_inputs import (
 COMMANDS = {
     "unknown command": Bad(command="trian", message=r"no command 'trian': did you mean train\?"),
     "nothing like a command": Bad(
-        command="fly", message="no command 'fly': there are train, launch, serve, db, ledger."
+        command="fly",
+        message="no command 'fly': there are train, launch, serve, db, stop, status, ledger.",
     ),
     "unknown command of db": Bad(
         command="db creat a b", message=r"no command 'db creat': did you mean create\?"

@@ -211,7 +211,7 @@ def test_a_rank_that_dies_in_the_first_step_is_named(
         rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If no user killed it, the machine "
         "ran out of memory: try a smaller batch."
     )
-    words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2"
+    words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2 --no_snapshots"
     require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
 
 
@@ -225,6 +225,7 @@ def test_a_rank_that_freezes_is_waited_for_as_long_as_the_flag_says(
         r"\(--first_iter_timeout at the start\)."
     )
     words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2 --sync {sync}"
+    words += " --no_snapshots"
     require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from paceline.cli import ledger
 from paceline.state.run_folder import next_generation
 from tests.harness.library.gan import SAMPLES
 from tests.harness.library.gan_rollbacks import CASES as GANS
-from tests.harness.library.rollback_script import CASES, EPOCHS, TRIALS
+from tests.harness.library.rollback_script import AVERAGES, CASES, EPOCHS, TRIALS
+from tests.harness.processes.command import Command
 from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
 
@@ -22,9 +24,9 @@ SCRIPT = ("-m", "tests.harness.library.rollback_script")
 def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run("paceline", *SCRIPT, "2", "runs", *CASES, folder=tmp_path)
+    ended = run("paceline", *SCRIPT, "2", "runs", *CASES, *AVERAGES, folder=tmp_path)
     assert ended.status == 0, ended.text
-    for name in CASES:
+    for name in (*CASES, *AVERAGES):
         assert ended.text.count(f"{name}: equal") == 2
         folder = tmp_path / "runs" / name
         assert samples_trained(folder, capsys) == [50] * EPOCHS
@@ -39,9 +41,10 @@ def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
 def test_a_loop_continues_with_two_of_three_members_and_with_all_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run("paceline", *SCRIPT, "3", "runs", *CASES, folder=tmp_path, ranks=3)
+    names = (*CASES, *AVERAGES)
+    ended = run("paceline", *SCRIPT, "3", "runs", *names, folder=tmp_path, ranks=3)
     assert ended.status == 0, ended.text
-    for name in CASES:
+    for name in names:
         digests = re.findall(f"{name}: close (\\w+)", ended.text)
         assert len(digests) == 3, ended.text
         assert len(set(digests)) == 1
@@ -70,6 +73,24 @@ def test_a_gan_whose_generations_end_in_mid_step_trains_the_same(
         assert len(digests) == ranks, ended.text
         assert len(set(digests)) == 1
         assert samples_trained(tmp_path / "runs" / name, capsys) == [SAMPLES] * EPOCHS
+
+
+def test_a_server_of_merges_serves_each_generation_of_its_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "meet").mkdir()
+    meet = ("--run_id", "served", "--file_store_path", "meet")
+    script = (sys.executable, *SCRIPT, "3", "runs", "served")
+    training = Command("launch", "-n", "3", *meet, "--", *script, folder=tmp_path)
+    server = Command("serve", *meet, folder=tmp_path).wait()
+    ended = training.wait()
+    assert server.status == 0, server.text
+    assert server.text.count("The workers continue in their next generation.") == 4
+    assert ended.status == 0, ended.text
+    digests = re.findall("served: close (\\w+)", ended.text)
+    assert len(digests) == 3, ended.text
+    assert len(set(digests)) == 1
+    assert samples_trained(tmp_path / "runs" / "served", capsys) == [50] * EPOCHS
 
 
 def samples_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:

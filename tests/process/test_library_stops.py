@@ -150,8 +150,10 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
     script.kill_all()
     script.wait()
     assert second.status == 2
-    assert second.text == (
-        "paceline: run run: this run is active on this machine; stop it, or give another run.\n"
+    assert re.fullmatch(
+        r"paceline: run run: this run is active on this machine \(process \d+ on .*\); "
+        r"end it with `paceline stop run`, or give another run.\n",
+        second.text,
     )
 
 

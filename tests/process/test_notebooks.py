@@ -269,7 +269,7 @@ def test_a_run_has_one_world(tmp_path: Path) -> None:
     second = run(JOIN, in_step.replace('"run"', '"other"'), folder=tmp_path)
     notebook.kill_all()
     notebook.wait()
-    assert "run run: this run is active on this machine; stop it, or give another" in second.text
+    assert "run run: this run is active on this machine (process" in second.text
     assert "its world is still open: call join() once" in second.text
     assert re.findall(r"^cell \d: (\w+)$", second.text, re.M) == ["ConfigError"] * 2, second.text
 

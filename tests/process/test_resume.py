@@ -245,19 +245,6 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
     assert read_checkpoint(newest)["position"]["number"] == done + 1
 
 
-def test_the_loss_of_a_worker_saves_the_newest_state_of_the_others(here: Path) -> None:
-    command = Command(*train("plain", "--checkpoint_minutes", "0"), folder=here)
-    wait_until_step(here / "runs" / "r", 7, 0)
-    (killed,) = (one for one in command.family() if rank_of(one) == 1)
-    killed.kill()
-    ended = command.wait()
-    assert ended.status == 1, ended.text
-    saved = re.findall(r"state after (\d+) steps is saved in runs/r, and the same", ended.text)
-    newest = max((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))
-    assert saved == [str(read_checkpoint(newest)["position"]["number"])]
-    assert int(saved[0]) >= 5  # snapshots are taken in each step until their cost is measured
-
-
 def rank_of(worker: psutil.Process) -> int:
     return int(json.loads(environment_of(worker)[WORKER_VARIABLE])["local_rank"])
 

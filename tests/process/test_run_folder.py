@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.state.run_folder import RunFolder, choose_run_id, next_generation
+from paceline.state.run_folder import RunFolder, choose_run_id
 
 HOLD = """
 import sys
@@ -74,9 +74,3 @@ def test_a_run_that_has_begun_cannot_start_anew(tmp_path: Path) -> None:
     folder.close()
     with pytest.raises(ConfigError, match=r"--resume no: run r already exists"):
         RunFolder(tmp_path / "r", shard_id=0).check({"batch_size": 4}, anew=True)
-
-
-def test_each_start_is_a_generation_of_its_own(tmp_path: Path) -> None:
-    assert [next_generation(tmp_path) for _ in range(3)] == [0, 1, 2]
-    assert next_generation(tmp_path, at_least=7) == 7
-    assert next_generation(tmp_path, at_least=2) == 8

@@ -17,6 +17,7 @@ from paceline.data.order import Order
 from paceline.models.zoo import build_model
 from paceline.observe.csv_log import COLUMNS
 from tests.harness.data.image_folder import some_images
+from tests.harness.network.etcd_server import etcd_server
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
@@ -103,6 +104,9 @@ def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
         yield ["--file_store_path", str(folder / "meet")]
     elif kind == "tcp":
         yield ["--master", f"127.0.0.1:{free_port()}"]
+    elif kind == "etcd":
+        with etcd_server(folder) as endpoint:
+            yield ["--etcd", f"127.0.0.1:{free_port()},{endpoint}"]
     else:
         with redis_server("pass" if kind == "redis with password" else "") as url:
             place = urlsplit(url)
@@ -112,7 +116,7 @@ def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
                 yield ["--redis_host", str(place.hostname), "--redis_port", str(place.port)]
 
 
-@pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "tcp"])
+@pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "etcd", "tcp"])
 def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kind: str) -> None:
     with rendezvous_flags(kind, tmp_path) as meet:
         words = train(data, "--num_gpus", "2", "--num_shards", "2", "--run_id", "r", *meet)
@@ -131,7 +135,7 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
     assert rows[0]["cumulative_batch_count"] == "2"  # 8 images a step on all machines
     names = sorted(path.name for path in (tmp_path / "out1" / "r").iterdir())
     files = [path.name for rank in (2, 3) for path in event_files(tmp_path / "out1" / "r", rank)]
-    assert names == ["config.toml", *files, "finished"]
+    assert names == ["config.toml", *files, "finished", "generation", "lineage.json"]
     assert [name[-8:] for name in files] == ["-2.jsonl", "-3.jsonl"]
     files = [path for path in (tmp_path / "out0" / "r").rglob("*") if path.is_file()]
     assert len(files) > 4
@@ -192,7 +196,10 @@ def test_a_live_run_is_refused_a_second_start(
     command = Command(*train(data, *ENDLESS), folder=tmp_path)
     command.line_with("epoch 2/")
     monkeypatch.chdir(tmp_path)
-    said = "--run_id r: this run is active on this machine; stop it, or give another --run_id."
+    said = (
+        rf"--run_id r: this run is active on this machine \(process {command.pid} on .*\); "
+        "end it with `paceline stop runs/r`, or give another --run_id."
+    )
     require_message(answer(shlex.join(train(data, *ENDLESS)), capfd), 2, said)
     command.send(signal.SIGINT)
     assert command.wait().status == 130

@@ -163,3 +163,35 @@ def test_a_newer_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
     torch.save({**state(1.0), "paceline": 99}, path)
     with pytest.raises(CheckpointError, match=r"format 99.*update Paceline"):
         read_checkpoint(path)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*.pt"))
+
+
+def test_files_beyond_a_generations_start_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    earlier = Checkpoints(tmp_path, keep=9)
+    for step in (2, 4, 9):
+        earlier.write(step, state(1.0))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.begin_generation(6)
+    checkpoints.write(7, state(1.0))
+    assert names(tmp_path) == [f"step-{step:08}.pt" for step in (4, 7, 9)]
+    checkpoints.write(8, state(1.0))
+    assert names(tmp_path) == [f"step-{step:08}.pt" for step in (7, 8, 9)]
+
+
+def test_a_file_of_an_ended_generation_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.write(4, state(1.0))
+    plain = torch.save
+
+    def save(*args: Any) -> None:
+        checkpoints.begin_generation(5)  # meanwhile
+        plain(*args)
+
+    monkeypatch.setattr(torch, "save", save)
+    checkpoints.write(8, state(1.0))
+    assert names(tmp_path) == [f"step-{step:08}.pt" for step in (4, 8)]

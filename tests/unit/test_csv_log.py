@@ -6,10 +6,11 @@ import csv
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 import pytest
 
-from paceline.observe.csv_log import CsvLog, log_name
+from paceline.observe.csv_log import CsvLog, Totals, log_name
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
 EPOCH = {"seconds": 7.0, "accuracy": 0.25, "learning_rate": 0.1, "loss": 1.5}
@@ -109,3 +110,92 @@ def test_a_damaged_row_of_an_earlier_part_is_left_out(tmp_path: Path) -> None:
         file.write(b"1,2,3\n" + b",".join([b"\xff"] * 11) + b"\n")
     open_log(tmp_path, 120.0, epoch=5).close()
     assert log.path.read_text() == whole
+
+
+class Member:
+    """A member's log, and whether the member is the leader."""
+
+    def __init__(self, folder: Path, *, leads: bool, totals: Totals | None = None) -> None:
+        self.leads, self._time = leads, 0.0
+        self.log = CsvLog(
+            folder,
+            name="x_v2",
+            parameters={},
+            now=NOW,
+            epoch=0 if totals is None else 1,
+            totals=totals,
+            leads=lambda: self.leads,
+            clock=self._clock,
+        )
+
+    def _clock(self) -> float:
+        self._time += 5.0
+        return self._time
+
+    def end_epoch(self, epoch: int) -> None:
+        self.log.event("epoch", epoch=epoch, samples=400, batches=4, test_accuracy=None, **EPOCH)
+
+    def become_leader(self, epoch: int) -> None:
+        self.leads = True
+        self.log.hand_over()
+        self.log.event("restore", epoch=epoch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.close()
+
+
+def rows(folder: Path) -> list[tuple[str, str]]:
+    """Return the epoch and the batches so far of each row."""
+    (path,) = folder.glob("*.log")
+    lines = path.read_text().splitlines()[1:]
+    return [(row["epoch"], row["cumulative_batch_count"]) for row in csv.DictReader(lines)]
+
+
+def test_only_the_leader_has_a_file(tmp_path: Path) -> None:
+    member = Member(tmp_path, leads=False)
+    member.end_epoch(0)
+    member.log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_leader_adds_the_row_that_the_lost_one_did_not_write(tmp_path: Path) -> None:
+    with Member(tmp_path, leads=True) as lost, Member(tmp_path, leads=False) as other:
+        for epoch in range(2):
+            lost.end_epoch(epoch)
+        for epoch in range(3):
+            other.end_epoch(epoch)
+        other.become_leader(3)
+        other.end_epoch(3)
+    assert rows(tmp_path) == [("0", "4"), ("1", "8"), ("2", "12"), ("3", "16")]
+
+
+def test_the_next_leader_removes_rows_to_which_the_run_went_back(tmp_path: Path) -> None:
+    with Member(tmp_path, leads=True) as lost, Member(tmp_path, leads=False) as other:
+        for epoch in range(3):
+            lost.end_epoch(epoch)
+            other.end_epoch(epoch)
+        other.become_leader(1)
+        other.end_epoch(1)
+    assert rows(tmp_path) == [("0", "4"), ("1", "8")]
+
+
+def test_the_next_leader_begins_a_file_in_its_own_folder_with_the_totals(tmp_path: Path) -> None:
+    before = Totals(seconds=10.0, samples=400, batches=4)
+    other = Member(tmp_path, leads=False, totals=before)
+    other.end_epoch(1)
+    other.become_leader(2)
+    other.end_epoch(2)
+    other.log.close()
+    assert rows(tmp_path) == [("2", "12")]
+
+
+def test_a_leader_that_is_one_no_longer_writes_nothing(tmp_path: Path) -> None:
+    with Member(tmp_path, leads=True) as member:
+        member.end_epoch(0)
+        member.leads = False
+        member.log.hand_over()
+        member.end_epoch(1)
+    assert rows(tmp_path) == [("0", "4")]

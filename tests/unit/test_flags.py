@@ -196,6 +196,9 @@ def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password()
     assert one.digests() == other.digests()
     assert "pass-word" not in str(one.flat())
     assert one.flat()["redis_url"] == "redis://host:1/0"
+    through_etcd = config_of(*words, "--etcd", "https://me:pass-word@a:1,b:2?cacert=ca.pem")
+    assert through_etcd.identity() == one.identity()
+    assert through_etcd.flat()["etcd"] == "https://a:1,b:2?cacert=ca.pem"
 
 
 def test_steps_to_be_traced_are_all_machines_and_not_the_runs_identity() -> None:

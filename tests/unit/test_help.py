@@ -8,7 +8,10 @@ import pytest
 
 from paceline.cli.main import main
 
-COMMANDS = ["train", "launch", "serve", "ledger", "db create", "db convert", "db info"]
+COMMANDS = [
+    *("train", "launch", "serve", "stop", "status", "ledger"),
+    *("db create", "db convert", "db info"),
+]
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision import supervisor
+from paceline.cluster.supervision import machine_workers
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
-from paceline.cluster.supervision.supervisor import _Workers
+from paceline.cluster.supervision.machine_workers import MachineWorkers
 from tests.harness.processes.worlds import world_of
 
 
@@ -47,10 +47,10 @@ def test_only_a_worker_in_the_kernel_cant_be_killed(
     seconds: float, in_kernel: bool, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, limit in {"_TERM_S": 0.05, "_KILL_S": 0.1, "_REAP_S": 0.5}.items():
-        monkeypatch.setattr(supervisor, name, limit)
+        monkeypatch.setattr(machine_workers, name, limit)
     events, lines = EventQueue(), list[str]()
     run = cast(Any, SimpleNamespace(generation=world_of().generation))
-    workers = _Workers(RunPlan(), run, events, lines.append, lambda failure: None)
+    workers = MachineWorkers(RunPlan(), run, events, lines.append, lambda failure: None)
     worker = SlowToEnd(events, seconds, in_kernel=in_kernel)
     workers._workers = {0: cast(Any, worker)}
     workers._end()

@@ -96,7 +96,8 @@ def test_mpiruns_processes_need_a_name_for_a_place_that_lasts(
     said = capsys.readouterr().err
     assert said.startswith("paceline: rank 1 of 2 on ")
     assert (
-        "mpirun with --file_store_path or Redis needs --run_id, the same for all processes." in said
+        "mpirun with --file_store_path, Redis or etcd needs --run_id, the same for all processes."
+        in said
     )
 
 

@@ -322,7 +322,7 @@ def test_memory_grows_with_changes_and_not_with_steps() -> None:
             cuts = [4 * step, 4 * step + 2, 4 * step + 4]
             yield {"event": "step", "generation": 0, **place, "cuts": cuts, "skipped": 0}
 
-    (stretch,) = History([("member a-0", lines(1000))]).generations[0].stretches
+    (stretch,) = History([("member a-0", lines(1000))]).generations["#0"].stretches
     assert (stretch.start, stretch.end, stretch.cuts) == (0, 1000, (0, 2, 4))
 
 

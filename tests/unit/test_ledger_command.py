@@ -58,7 +58,8 @@ def test_a_machine_that_is_left_out_is_named_and_proved_by_the_other(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         "Exact: each sample was trained exactly once, in 16 of 48 steps, all committed, 2 more in "
-        "progress, 1 unreadable samples skipped, 500 samples proved by other members' lines alone.",
+        "progress, 1 unreadable samples skipped, 500 samples proved by other members' lines "
+        "alone: inferred from the data order that these recorded.",
         "  Generation 0 has no event file of member 000000000000-2, member 000000000000-3: other "
         "members' lines prove 500 samples, skipped ones included; give the run's folder of each "
         "machine.",
@@ -158,6 +159,7 @@ def test_a_run_that_was_interrupted_before_its_first_step_is_exact(
     history.write(run / "new")
     assert main(["new/machine0"]) == 0
     assert capsys.readouterr().out == (
+        "Generation 0: after 0 steps; no step counts; 000000000000-0, 000000000000-1\n"
         "Exact: each sample was trained exactly once, in 0 of 48 steps, all committed.\n"
     )
 

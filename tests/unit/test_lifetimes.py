@@ -31,10 +31,13 @@ PER_GENERATION = (
     "reduce/",
     "run/generation_context.py",
     "run/step_summary.py",
+    "cluster/membership/voting/",  # messages and states of one vote
 )
 
 _LAUNCHER = "what a launcher or supervisor says of a process, before there is a world"
 _READ = "a record that was read from a file"
+_STATUS = "a report of one moment"
+_VOTED = "the newest generation that is decided: what the membership is about"
 _WORLD = "the world that a rendezvous forms, from which the first context is made"
 
 ALLOWED = {
@@ -50,23 +53,37 @@ ALLOWED = {
     "cluster/rendezvous/process_rendezvous.py FormedWorld.group": _WORLD,
     "cluster/supervision/formed_run.py FormedRun.generation": _WORLD,
     "cluster/supervision/process_end.py LaunchedEnd._world": "the world that the process leaves",
-    "cluster/supervision/supervisor.py _Workers._run": "the run that the workers were started in",
+    "cluster/supervision/machine_workers.py MachineWorkers._run": "the workers' first world",
     "api/session.py Session.joined": "names keys and peers of the world that `join` found",
     "cluster/membership/generation.py Generation.members": "the value itself",
     "cluster/membership/generation.py Group.generation": "the value itself",
     "cluster/membership/generation.py Group.rank": "the value itself",
     "cluster/membership/generation.py Group.ranks": "the value itself",
     "cluster/membership/generation.py Member.local_rank": "the value itself",
+    "cluster/membership/membership.py Change.lost": "what is reported of a change",
+    "cluster/membership/membership.py Membership._generation": _VOTED,
+    "cluster/membership/membership.py Membership._member": "its id and machine, which remain",
+    "cluster/membership/vote.py Vote.generation": _VOTED,
+    "cluster/supervision/machine_endpoint.py MachineEndpoint._generation": _VOTED,
+    "wiring/membership.py MemberLink._generation": "what its held snapshots are recorded for",
+    "cluster/membership/membership.py Change.generation": _VOTED,
     "cluster/supervision/event_queue.py Exited.local_rank": "the supervisor's name of a worker",
+    "cluster/supervision/requests/run_status.py MemberLoss.generation": _STATUS,
+    "cluster/supervision/requests/run_status.py MemberStatus.rank": _STATUS,
+    "cluster/supervision/requests/run_status.py RunStatus.generation": _STATUS,
+    "cluster/supervision/requests/run_status.py RunStatus.members": _STATUS,
+    "cluster/supervision/worker_exit.py WorkerExit.local_rank": "that name again",
     "cluster/supervision/worker_process.py WorkerProcess._local_rank": "that name again",
     "data/batch_slice.py BatchSlice.rank": "whose share it is, of one step",
     "errors.py PeerLost.rank": "what an error reports",
     "observe/console.py Console._world_size": "shown as the event `run` reports it",
+    "observe/last_state.py LastState.generation": _READ,
     "observe/ledger/faults.py Fault.generation": _READ,
     "observe/ledger/history.py GenerationRecords.members": _READ,
     "observe/ledger/history.py Stretch.generation": _READ,
     "observe/ledger/history.py Stretch.rank": _READ,
     "observe/ledger/periods.py Period.generation": _READ,
+    "observe/ledger/proof.py GenerationAccount.members": _READ,
     "observe/ledger/reading.py History.members": _READ,
     "observe/ledger/reading.py _Start.generation": _READ,
     "observe/ledger/reading.py _Start.rank": _READ,

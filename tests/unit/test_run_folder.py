@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.membership.generation import Ancestor
 from paceline.errors import PacelineError
-from paceline.state.run_folder import RunFolder, is_finished, next_generation, record_generation
+from paceline.state.run_folder import (
+    RunFolder,
+    is_finished,
+    next_generation,
+    record_generation,
+    record_lineage,
+    recorded_lineage,
+)
 
 END = '{"event": "end", "generation": 0}\n'
 
@@ -38,10 +46,11 @@ def test_other_content_finishes_nothing(tmp_path: Path) -> None:
 
 
 def test_generations_are_counted_over_all_starts(tmp_path: Path) -> None:
-    assert [next_generation(tmp_path), next_generation(tmp_path)] == [0, 1]
-    assert next_generation(tmp_path, at_least=7) == 7
+    assert next_generation(tmp_path) == 0
+    record_generation(tmp_path, 0)
+    assert next_generation(tmp_path) == 1
     record_generation(tmp_path, 9)  # within that start
-    assert next_generation(tmp_path, at_least=8) == 10
+    assert next_generation(tmp_path) == 10
 
 
 @pytest.mark.parametrize("content", ["", "one", "9" * 6000])
@@ -49,3 +58,19 @@ def test_a_damaged_number_of_the_last_generation_is_named(tmp_path: Path, conten
     (tmp_path / "generation").write_text(content)
     with pytest.raises(PacelineError, match=r"generation is damaged; .*--run_id"):
         next_generation(tmp_path)
+
+
+def test_the_lineage_of_the_newest_generation_is_recorded(tmp_path: Path) -> None:
+    assert recorded_lineage(tmp_path) is None
+    lineage = (Ancestor(id="a", start=0), Ancestor(id="b", start=7))
+    record_lineage(tmp_path, 3, lineage)
+    assert recorded_lineage(tmp_path) == (3, lineage)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"generation": 1}', '{"generation": 1, "lineage": 2}']
+)
+def test_a_damaged_lineage_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "lineage.json").write_text(content)
+    with pytest.raises(PacelineError, match=r"lineage\.json can't be read \(.*restore the file"):
+        recorded_lineage(tmp_path)

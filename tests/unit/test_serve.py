@@ -43,6 +43,7 @@ def invitation() -> Invitation:
         connections=1,
         model="0123abcd",
         size=lay_out([spec], Topology.of([2, 1]).served_by("it")).server_size,
+        timeout=10.0,
     )
 
 
@@ -60,7 +61,7 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
         (
             "serve --run_id r",
             "paceline serve needs the run's rendezvous: use --file_store_path, --redis_host, "
-            "--redis_url or --master, as the run does.",
+            "--redis_url, --etcd or --master, as the run does.",
         ),
         (
             "serve --run_id r --model net",
@@ -80,8 +81,8 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
             "train --train_data null --sync average --average_through server "
             "--average_server apart",
             "--average_server apart: the server finds the run by a rendezvous; add "
-            "--file_store_path, --redis_host, --redis_url or --master, and give paceline serve "
-            "the same, or leave out --average_server.",
+            "--file_store_path, --redis_host, --redis_url, --etcd or --master, and give paceline "
+            "serve the same, or leave out --average_server.",
         ),
         (
             "train --train_data null --sync notified --average_through server",
@@ -155,6 +156,8 @@ def test_an_invitation_that_was_sent_as_text_gives_the_workers_layout() -> None:
         ("10.0.0.5:29500", "paceline-r/1f", "--run_id r --master 10.0.0.5:29500"),
         ("redis://:pw@h:7000/0", "paceline-r/1f", "--run_id r --redis_host h --redis_port 7000"),
         ("rediss://h/0", "paceline-r/1f", "--run_id r --redis_host h"),
+        ("http://u:pw@h:1,i:2", "paceline-r/1f", "--run_id r --etcd h:1,i:2"),
+        ("https://u:pw@h:1?cacert=/x", "r/1f", "--run_id r --etcd 'https://h:1?cacert=/x'"),
     ],
 )
 def test_the_workers_name_the_command_of_the_server_without_a_password(

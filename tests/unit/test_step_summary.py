@@ -31,7 +31,7 @@ def summary_of(*reports: dict[str, Any]) -> StepSummary:
 
 def test_sums_are_those_of_all_ranks_and_nothing_else_is_said() -> None:
     assert summary_of({}, {}, {}) == StepSummary(
-        step=7, sums=(3.0, 3.0), stop=False, request=0, held=False, interval=0
+        step=7, sums=(3.0, 3.0), stop=False, request=0, acknowledged=(False, False), interval=0
     )
 
 
@@ -40,10 +40,13 @@ def test_one_rank_may_stop_all(ranks: tuple[int, ...]) -> None:
     assert summary_of(*({"stop": rank in ranks} for rank in range(2))).stop
 
 
-@pytest.mark.parametrize("holders", [(), (0,), (1, 2), (0, 1, 2)])
-def test_a_snapshot_is_held_once_all_ranks_hold_it(holders: tuple[int, ...]) -> None:
-    summary = summary_of(*({"held": rank in holders} for rank in range(3)))
-    assert summary.held is (len(holders) == 3)
+@pytest.mark.parametrize("newer", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("older", [(), (0, 2), (0, 1, 2)])
+def test_a_snapshot_is_acknowledged_once_all_ranks_acknowledge_it(
+    older: tuple[int, ...], newer: tuple[int, ...]
+) -> None:
+    summary = summary_of(*({"acknowledged": (r in older, r in newer)} for r in range(3)))
+    assert summary.acknowledged == (len(older) == 3, len(newer) == 3)
 
 
 def test_all_ranks_get_rank_0s_request_and_interval() -> None:

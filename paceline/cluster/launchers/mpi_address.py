@@ -17,7 +17,8 @@ from paceline.errors import CommError, ConfigError, Message
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
 _OTHER_RENDEZVOUS = (
-    "or give the processes a rendezvous: --master, --file_store_path, --redis_host or --redis_url"
+    "or give the processes a rendezvous: --master, --file_store_path, --redis_host, --redis_url or "
+    "--etcd"
 )
 
 

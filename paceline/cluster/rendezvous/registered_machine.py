@@ -102,6 +102,10 @@ class RegisteredMachine:
         """Return whether all machines, this one too, have deregistered."""
         return self.store.check([f"left/{i}" for i in range(self.plan.machines)])
 
+    def have_left(self) -> list[bool]:
+        """Return for each machine whether it has deregistered."""
+        return [self.store.check([f"left/{i}"]) for i in range(self.plan.machines)]
+
     def key(self, name: str) -> str:
         """Return the key of this machine's entry `name`."""
         return f"{name}/{self.plan.machine}"

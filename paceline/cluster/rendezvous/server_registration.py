@@ -8,7 +8,8 @@
     read the workers' addresses         ◀──────    write them
     connect to all workers
 
-A start has one server. It may end before it is invited: then another one may take its place.
+A start has one server. It may end before it is invited: then another one may take its place. When
+workers are lost, the server waits for the invitation of the next generation, and serves that.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.failure_report import FAILURE
+from paceline.config.world import without_password
 from paceline.errors import CommError, CommTimeout, ConfigError
 
 _KEY = "server/registration"
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class Invitation(JsonRecord):
         connections: number of TCP connections to each worker.
         model: digest of the names and shapes of the model's parameters.
         size: bytes of the server's window.
+        timeout: seconds that the server waits for the next invitation after workers were lost.
     """
 
     version: str
@@ -84,6 +89,7 @@ class Invitation(JsonRecord):
     connections: int
     model: str
     size: int
+    timeout: float
 
 
 def name_of(registration: Registration) -> str:
@@ -131,19 +137,39 @@ class RegisteredServer:
         text = peek(self._store, self._key("invitation"))
         return None if text is None else Invitation.from_text(text)
 
-    def answer(self, refusal: str = "") -> None:
-        """Answer the invitation: with "", the server serves."""
-        self._invited = True
-        self._store.set(self._key("answer"), refusal or "serves")
+    def following(self, invitation: Invitation) -> Invitation | None:
+        """Wait for the invitation by the workers' next generation, after workers were lost.
 
-    def addresses(self, number: int, timeout: float) -> list[str]:
-        """Return what the workers have gathered for the `number`-th time.
+        Args:
+            invitation: of the present one.
+
+        Returns:
+            the next one; None where the run has ended, or invites no server in time.
+        """
+        ends = time.monotonic() + invitation.timeout
+        with suppress(CommError, *STORE_ERRORS):
+            while time.monotonic() < ends:
+                found = self.invitation()
+                if found is not None and found.purpose != invitation.purpose:
+                    return found
+                if peek(self._store, FAILURE) is not None or peek(self._store, _KEY) is None:
+                    return None
+                time.sleep(_PAUSE_S)
+        return None
+
+    def answer(self, invitation: Invitation, refusal: str = "") -> None:
+        """Answer an invitation: with "", the server serves."""
+        self._invited = True
+        self._store.set(self._key(_answer_to(invitation.purpose)), refusal or "serves")
+
+    def addresses(self, purpose: str, number: int, timeout: float) -> list[str]:
+        """Return what the workers have gathered for the `number`-th time, for a window.
 
         Raises:
             CommTimeout: they didn't in time.
             PeerLost: a process of the run gave a reason for its end.
         """
-        key = self._key(f"shared/{number}")
+        key = self._key(_shared(purpose, number))
         await_keys(
             self._store,
             [key],
@@ -293,21 +319,34 @@ def invite(
         PeerLost: another process gave a reason for the run's end.
     """
     prefix, name = f"server/{registration.id}", name_of(registration)
+    answer = f"{prefix}/{_answer_to(invitation.purpose)}"
     store.set(f"{prefix}/invitation", invitation.to_text())
     try:
-        await_keys(store, [f"{prefix}/answer"], limit, lambda _: f"{name} didn't answer.")
+        await_keys(store, [answer], limit, lambda _: f"{name} didn't answer.")
     except CommTimeout as error:
         raise CommError(f"{name} didn't answer within {limit:g} s: check its output.") from error
-    refusal = store.get(f"{prefix}/answer").decode()
+    refusal = store.get(answer).decode()
     if refusal != "serves":
         raise ConfigError(f"{name} refuses to serve this run: {refusal}")
 
 
 def give_addresses(
-    store: PolledStore, registration: Registration, number: int, texts: Sequence[str]
+    store: PolledStore,
+    registration: Registration,
+    purpose: str,
+    number: int,
+    texts: Sequence[str],
 ) -> None:
     """Give a server what the workers have gathered for the `number`-th time; rank 0 does."""
-    store.set(f"server/{registration.id}/shared/{number}", json.dumps(list(texts)))
+    store.set(f"server/{registration.id}/{_shared(purpose, number)}", json.dumps(list(texts)))
+
+
+def _answer_to(purpose: str) -> str:
+    return f"answer/{purpose}"
+
+
+def _shared(purpose: str, number: int) -> str:
+    return f"shared/{purpose}/{number}"
 
 
 def serve_command(store: PolledStore) -> str:
@@ -315,7 +354,9 @@ def serve_command(store: PolledStore) -> str:
     run_id = unquote(store.space.partition("/")[0].removeprefix("paceline-"))
     address = store.address
     place = f"--master {address}"
-    if "://" in address:
+    if address.startswith(("http://", "https://")):
+        place = f"--etcd {quote(without_password(address).removeprefix('http://'))}"
+    elif "://" in address:
         host, _, port = (
             address.rpartition("@")[2].rpartition("://")[2].partition("/")[0].partition(":")
         )

@@ -1,1 +1,1 @@
-"""Implementations of torch's `Store`: a shared folder, a Redis server, torch's own TCP store."""
+"""Implementations of torch's `Store`: a shared folder, Redis, etcd, torch's own TCP store."""

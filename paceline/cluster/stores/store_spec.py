@@ -1,4 +1,4 @@
-"""The table of stores in which processes rendezvous, and the address of one: folder, Redis, TCP.
+"""The table of stores in which processes rendezvous, and the address of one.
 
 A `StoreSpec` is the address in words. A supervisor opens the store, gives the spec to its workers
 as text, and they open the same store. Each run has a space of its own in it, and each start of a
@@ -6,6 +6,7 @@ run one inside that:
 
     folder   <file_store_path>/paceline-<run_id>/<start>/
     redis    the hash paceline-<run_id>/<start>
+    etcd     keys that begin with paceline-<run_id>/<start>/
     tcp      keys that begin with paceline-<run_id>/<start>/
 
 A new kind of store is a class in a file here, like `RedisStore`, a row of `STORES`, and its address
@@ -24,6 +25,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.json_record import JsonRecord
+from paceline.cluster.stores.etcd_address import EtcdAddress
+from paceline.cluster.stores.etcd_store import EtcdStore
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.redis_store import RedisStore
@@ -34,6 +37,7 @@ from paceline.errors import CommError, ConfigError
 
 STORES: dict[str, type[PolledStore]] = {
     "redis": RedisStore,
+    "etcd": EtcdStore,
     "folder": FolderStore,
     "tcp": TcpStore,
 }
@@ -51,8 +55,8 @@ class StoreSpec(JsonRecord):
 
     Attributes:
         kind: the key of the store's class in `STORES`.
-        address: a folder's path, a Redis URL, or HOST:PORT. Omitted from the `repr`, because a URL
-            may hold a password.
+        address: a folder's path, a Redis URL, `EtcdAddress.text`, or HOST:PORT. Omitted
+            from the `repr`, because it may hold a password.
         space: prefix of all keys, as a path of names; "" for the whole store.
         secret: the run's secret, with which values are encrypted; "" for plain values.
     """
@@ -67,14 +71,19 @@ class StoreSpec(JsonRecord):
         """Return the store that the options give; None if they give none.
 
         Raises:
-            ConfigError: `--master` isn't HOST:PORT.
+            ConfigError: `--master` isn't HOST:PORT, or `--etcd` can't be read.
         """
         host = f"redis://{world.redis_host}:{world.redis_port}/0" if world.redis_host else ""
         folder = str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
         if world.master:
             split_address(world.master, "--master")
         # Redis before the folder: Caffe2's clusters give both, and rendezvous through Redis.
-        addresses = {"redis": world.redis_url or host, "folder": folder, "tcp": world.master}
+        addresses = {
+            "redis": world.redis_url or host,
+            "etcd": EtcdAddress.of(world.etcd).text if world.etcd else "",
+            "folder": folder,
+            "tcp": world.master,
+        }
         for kind, address in addresses.items():
             if address:
                 return cls(kind=kind, address=address, space=space, secret=secret)

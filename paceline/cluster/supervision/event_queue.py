@@ -20,10 +20,16 @@ from paceline.cluster.supervision.failure_report import FailureReport
 
 @dataclass(frozen=True, kw_only=True)
 class Exited:
-    """Event: a worker of this machine ended."""
+    """Event: a worker of this machine ended.
+
+    Attributes:
+        local_rank: the worker's.
+        returncode: its exit status; negative: the number of the signal that killed it; None: it
+            isn't known, because the worker outlived its wrapper.
+    """
 
     local_rank: int
-    returncode: int
+    returncode: int | None
 
 
 Event = Exited | signal.Signals | FailureReport | str

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.json_record import JsonRecord
+from paceline.cluster.supervision.supervisor_file import write_supervisor_file
 from paceline.errors import CommTimeout, PacelineError, PeerLost
 
 FAILURE = "failure"
@@ -63,8 +64,16 @@ class FailureReport(JsonRecord):
         return cls(text=f"stopped by {number.name}.", status=128 + number)
 
     @classmethod
-    def of_exit(cls, process: str, returncode: int) -> Self:
-        """Describe the end of a process that left no report; negative codes are signals."""
+    def of_exit(cls, process: str, returncode: int | None) -> Self:
+        """Describe the end of a process that left no report.
+
+        Args:
+            process: its name.
+            returncode: its exit status; negative: the number of the signal that killed it; None:
+                the parent process, which knew it, was killed.
+        """
+        if returncode is None:
+            return cls(text=f"{process} ended without a report.", status=1)
         if returncode >= 0:
             # A worker that a signal stopped left a report; the others stop with it, and leave none.
             stopped = returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -93,8 +102,12 @@ class FailureReport(JsonRecord):
         return report if valid else replace(report, status=1)
 
     def write(self, path: Path) -> None:
-        """Write the report to a worker's error file, in one call."""
-        path.write_text(self.to_text())
+        """Write the report to a worker's error file, in one call.
+
+        Raises:
+            OSError: the supervisor, in whose memory the file is, has ended.
+        """
+        write_supervisor_file(path, self.to_text())
 
 
 def post(store: Store, failure: FailureReport) -> FailureReport:

@@ -10,6 +10,9 @@ Machine 0, where the run's state is, decides that the run is finished:
 
 So a mark on another machine means that machine 0 has one. A machine that was killed before its mark
 comes back with the same command and reads `finished` in the store, or from `answer_finished`.
+
+Workers that survive the loss of a process agree among themselves that the run is finished. Their
+machine then waits for no other: it marks its run folder, and writes `finished` itself.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class FormedRun:
     generation: Generation
     server: TCPStore | None
 
-    def worker_environment(self, local_rank: int, error_file: str) -> WorkerEnvironment:
+    def worker_environment(
+        self, local_rank: int, error_file: str, survival_mark: str = ""
+    ) -> WorkerEnvironment:
         """Return what to pass to a worker."""
         plan = self.registered.plan
         return WorkerEnvironment(
@@ -59,11 +64,17 @@ class FormedRun:
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             error_file=error_file,
+            survival_mark=survival_mark,
             runs_command=plan.runs_command,
         )
 
     def finish(
-        self, mark_finished: Callable[[], None], pause: Callable[[float], None], limit: float
+        self,
+        mark_finished: Callable[[], None],
+        pause: Callable[[float], None],
+        limit: float,
+        *,
+        agreed: bool = False,
     ) -> None:
         """Mark the run as finished: machine 0 first, the others after it.
 
@@ -71,31 +82,39 @@ class FormedRun:
             mark_finished: marks this machine's run folder.
             pause: sleeps; may raise to end the wait.
             limit: seconds to wait for machine 0.
+            agreed: whether this machine's workers agreed with all others that the run is finished;
+                then no machine is waited for.
 
         Raises:
             PacelineError: the mark can't be written, or machine 0 was killed or reports nothing.
         """
-        if not self.registered.is_machine_0:
+        decides = agreed or self.registered.is_machine_0
+        if not decides:
             self._await_finished(pause, limit)
         mark_finished()
-        if self.registered.is_machine_0:
+        if decides:
             with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
                 self.registered.store.set(FINISHED, "1")
 
     def deregister(self, pause: Callable[[float], None], timeout: float) -> None:
         """Deregister; the machine that serves the store waits for the others, within a limit.
 
+        A machine that is lost is not waited for.
+
         Args:
             pause: sleeps; may raise to end the wait.
             timeout: seconds that the store's server waits for the other machines.
         """
         self.registered.deregister()
+        if self.server is None:
+            return
         deadline = time.monotonic() + timeout
-        while (
-            self.server is not None
-            and not self.registered.all_left()
-            and time.monotonic() < deadline
-        ):
+        watches = [self.registered.watch(each) for each in self.world.registrations]
+        while not self.registered.all_left() and time.monotonic() < deadline:
+            states = [watch.verdict().state for watch in watches]
+            left = self.registered.have_left()
+            if all(left[i] or state == "dead" for i, state in enumerate(states)):
+                return
             pause(_PAUSE_S)
 
     def _await_finished(self, pause: Callable[[float], None], limit: float) -> None:

@@ -7,6 +7,14 @@ pipe that only the supervisor holds open, and at its end it kills its process gr
 whatever that started among it. Signals reach the command directly, as one of the group, and are
 ignored here. The end is the command's: its status, or the signal that killed it.
 
+What the supervisor writes into the pipe:
+
+    PATH    at the start: the worker's survival mark
+    end     before an end that it wants: after a signal, a failure, or a good end
+
+The end of the pipe without the word `end` means that the supervisor was killed. A worker with a
+mark continues then: its world survives the loss of a process.
+
 It imports nothing of the package, so that it is up at once and takes little memory.
 """
 
@@ -18,6 +26,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+
+END = b"end\n"
+"""What the supervisor writes before an end that it wants."""
 
 
 def main(argv: list[str]) -> int:
@@ -40,11 +52,29 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def watch_parent(pipe: int) -> None:
-    """Kill this process's group as soon as no process holds the pipe's other end open."""
-    while os.read(pipe, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)
+def watch_parent(pipe: int, lost: Callable[[], None] = lambda: None) -> None:
+    """Wait for the supervisor's end; then kill this process's group, unless it survives.
+
+    Args:
+        pipe: ends with the supervisor.
+        lost: called where the supervisor was killed and this worker continues.
+    """
+    with open(pipe, "rb") as lines:
+        mark = _opened(lines.readline().rstrip(b"\n"))
+        wanted = lines.readline() == END
+        lines.read()
+    if mark is not None and not wanted and os.pread(mark, 1, 0):
+        lost()
+    else:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _opened(path: bytes) -> int | None:
+    """Open the mark, which then outlives the supervisor."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # the supervisor is gone already
+        return None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from paceline.cluster.stores.store_spec import (
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.worker import report_error
+from paceline.cluster.supervision.survival_mark import read_mark
+from paceline.cluster.supervision.worker import declare_closed, report_error
 from paceline.errors import CommTimeout
 
 _CAUSE_S = 2.0
@@ -68,7 +69,12 @@ class SupervisedEnd(ProcessEnd):
         return report_error(self._environment, error)
 
     def post_exit_status(self, status: int) -> None:
-        FailureReport.of_status(status).write(Path(self._environment.error_file))
+        with suppress(OSError):  # the supervisor has ended
+            FailureReport.of_status(status).write(Path(self._environment.error_file))
+
+    def close(self) -> None:
+        if read_mark(self._environment.survival_mark) is not None:
+            declare_closed()
 
 
 class LaunchedEnd(ProcessEnd):

@@ -2,7 +2,8 @@
 
 The worker's standard input is a pipe that only its supervisor holds open. A thread reads it; at its
 end the supervisor is gone, however it went, and the worker kills its own process group: nothing is
-orphaned, whatever the main thread waits for.
+orphaned, whatever the main thread waits for. A worker that has called `declare_survivable`
+continues where its supervisor was killed (`parent_death_watchdog`); `paceline stop RUN` ends it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import watch_parent
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.supervision.survival_mark import declare
 
 
 def run_worker(environment: WorkerEnvironment, work: Callable[[Group, Store], None]) -> None:
@@ -67,10 +70,37 @@ def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
 
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
-    """Write down for the supervisor why this worker fails; return the exit status to end with."""
+    """Write down for the supervisor why this worker fails; return the exit status to end with.
+
+    A worker whose supervisor was killed prints it.
+    """
     failure = FailureReport.of(error)
-    failure.write(Path(environment.error_file))
+    try:
+        failure.write(Path(environment.error_file))
+    except OSError:
+        print_message(failure.text)
     return failure.status
+
+
+def declare_survivable() -> None:
+    """Declare that this worker's world survives the loss of a process.
+
+    From here on the worker outlives its supervisor and its wrapper, and its supervisor lets the
+    other workers continue without it. Without a supervisor of Paceline, nothing changes.
+    """
+    _declare(closed=False)
+
+
+def declare_closed() -> None:
+    """Declare that this worker has closed its world, and ends well."""
+    _declare(closed=True)
+
+
+def _declare(*, closed: bool) -> None:
+    environment = worker_environment()
+    if environment is not None and environment.survival_mark:
+        with suppress(OSError):  # the supervisor has ended
+            declare(environment.survival_mark, closed=closed)
 
 
 def report_stop(number: signal.Signals) -> None:
@@ -82,14 +112,24 @@ def report_stop(number: signal.Signals) -> None:
 
 
 def end_with_supervisor() -> None:
-    """Kill this worker and its children as soon as its supervisor is gone."""
+    """Kill this worker and its children as soon as its supervisor is gone, unless it survives."""
     supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     threading.Thread(
-        target=watch_parent, args=(supervisor,), name="parent-death watchdog", daemon=True
+        target=watch_parent,
+        args=(supervisor, _report_lost_supervisor),
+        name="parent-death watchdog",
+        daemon=True,
     ).start()
+
+
+def _report_lost_supervisor() -> None:
+    print_message(
+        f"the supervisor of process {os.getpid()} was killed; the process continues. "
+        "End the run with paceline stop RUN."
+    )
 
 
 def end_process(status: int) -> NoReturn:

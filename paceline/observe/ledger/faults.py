@@ -46,11 +46,24 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
         yield "Its ranks recorded different members."
     if written.stretches and not written.members:
         yield "No line records its world size."
+    if not (written.members or written.stretches) and written.key and period.start < period.end:
+        yield (
+            f"No event file of generation {written.key}, which started after {period.start:,} "
+            f"steps, was given: {_ALL_FOLDERS}."
+        )
+    if len(written.headers) > 1:
+        yield "Its ranks recorded different starts or ancestors."
     if len(written.restores) > 1:
         steps = " and ".join(map(str, sorted(written.restores)))
         yield f"Its ranks recorded that they resumed at different steps: {steps}."
     if written.stretches and not written.restores:
         yield "No line records the step at which it resumed."
+    declared = min((lineage[-1].start for lineage in written.headers), default=None)
+    if declared is not None and any(step > declared for step in written.restores):
+        yield (
+            f"It started after {declared:,} steps, but its ranks recorded that they resumed at "
+            f"step {max(written.restores)}."
+        )
     if any(not 0 <= step <= history.extent.total for step in written.restores):
         yield (
             f"It resumed at step {max(written.restores)}, but the run has "

@@ -16,6 +16,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from paceline.cluster.membership.lineage import Lineage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
@@ -78,6 +80,11 @@ class GenerationRecords:
     """Records of one generation, as its ranks wrote them.
 
     Attributes:
+        key: the generation's id; `#<number>` in a generation of an earlier version.
+        number: the generation's number.
+        headers: the set of what the ranks recorded of its lineage: the generations from which it
+            descends, and itself. It has one element if the ranks agree, and is empty in a
+            generation of an earlier version.
         members: the set of the members that the ranks recorded, in rank order: `member <id>`, or
             `rank <r>` in a generation of an earlier version. It has one element if the ranks agree.
         restores: the set of steps at which its ranks began: 0, or the first step after a restore.
@@ -89,6 +96,9 @@ class GenerationRecords:
         left: the ranks whose files continue with a later generation.
     """
 
+    key: str
+    number: int
+    headers: set[Lineage] = field(default_factory=set)
     members: set[tuple[str, ...]] = field(default_factory=set)
     restores: set[int] = field(default_factory=set)
     foreign: bool = False
@@ -96,6 +106,29 @@ class GenerationRecords:
     ended: bool = False
     stretches: list[Stretch] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
+
+    def add(self, more: GenerationRecords) -> None:
+        """Add lines that don't say to which generation of this number they belong."""
+        self.restores |= more.restores
+        self.foreign |= more.foreign
+        self.saved = max(self.saved, more.saved)
+        self.ended |= more.ended
+        self.stretches += more.stretches
+
+    @property
+    def start(self) -> int | None:
+        """The number of completed steps from which it started; None if no line records it.
+
+        The lines `restore` have it exactly. Where an optimizer's step trains several batches, each
+        counts as a step here, and the header names the last one of them.
+        """
+        starts = self.restores or {lineage[-1].start for lineage in self.headers}
+        return min(starts or {stretch.start for stretch in self.stretches}, default=None)
+
+    @property
+    def ancestors(self) -> Lineage:
+        """The recorded generations from which it descends, the oldest first."""
+        return max(self.headers, key=len)[:-1] if self.headers else ()
 
     @property
     def has_all_shares(self) -> bool:

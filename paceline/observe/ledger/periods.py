@@ -1,12 +1,12 @@
-"""Which generation's records are valid for which steps of a run, and how far it must be exact.
+"""Which of a lineage's records are valid for which steps of a run, and how far it must be exact.
 
     generation 0    0 ─────────────────── 7 · · · · 9        steps 7, 8 are void:
     generation 1                          7 ─────────── 12 · 14
                                                         │     └ under way: not all ranks wrote it
                                                         └ all ranks did, or a checkpoint holds it
 
-A generation answers for the steps from where it went on to where a later one did. Steps that a
-checkpoint, a later generation or the run's end holds are committed.
+A generation's records are valid for the steps from its start to the earliest start of a descendant.
+Steps that a checkpoint, a later generation or the run's end holds are committed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.cluster.membership.lineage import Lineage
 from paceline.observe.ledger.history import GenerationRecords
 from paceline.observe.ledger.reading import History
 
@@ -23,7 +24,7 @@ class Period:
     """Range of steps for which the records of one generation are the valid ones.
 
     Attributes:
-        number: the generation's number.
+        number: the generation's number; the next known one's where it has no event file.
         generation: the generation's records.
         start: the first step.
         end: the step after the last one; for the last period, the run's end.
@@ -52,6 +53,7 @@ class Timeline:
     """Assignment of each step to the generation whose records count.
 
     Attributes:
+        lineage: the generations in order, the oldest first; () if there is no step.
         periods: the periods, without gaps between them; the first begins at the run's first step.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
@@ -60,37 +62,45 @@ class Timeline:
         begun: number of steps that at least one rank recorded.
     """
 
+    lineage: Lineage
     periods: tuple[Period, ...]
     committed: int
     done: int
     begun: int
 
 
-def timeline(history: History) -> Timeline:
-    """Find which lines stand, and how far the run must be exact."""
+def timeline(history: History, lineage: Lineage) -> Timeline:
+    """Find which lines of a lineage are valid, and how far the run must be exact by them."""
     total = history.extent.total
-    periods = tuple(reversed(list(_backwards(history))))
+    periods = tuple(reversed(list(_backwards(history, lineage))))
     last = periods[-1]
     saved = max(min(period.generation.saved, period.end) for period in periods)
     committed = total if last.generation.ended else max(last.start, saved)
     reach = [min(step, total) for step in last.reach().values()] or [committed]
     done = max(committed, min(reach))
-    return Timeline(periods=periods, committed=committed, done=done, begun=max(done, *reach))
+    return Timeline(
+        lineage=lineage,
+        periods=periods,
+        committed=committed,
+        done=done,
+        begun=max(done, *reach),
+    )
 
 
-def _backwards(history: History) -> Iterator[Period]:
+def _backwards(history: History, lineage: Lineage) -> Iterator[Period]:
     """Yield the periods from the last to the first, which is a gap if no generation covers it."""
-    end, number, generation = history.extent.total, 0, GenerationRecords()
+    end, number = history.extent.total, 0
     nothing = True
-    for number, generation in sorted(history.generations.items(), reverse=True):
-        starts = generation.restores or {line.start for line in generation.stretches}
-        if not starts:
-            continue  # it ended before its first step
-        start = max(0, min(min(starts), end))
+    for ancestor in reversed(lineage):
+        generation = history.generations.get(ancestor.id)
+        if generation is None:
+            generation = GenerationRecords(key=ancestor.id, number=number)
+        start, number = max(0, min(ancestor.start, end)), generation.number
         if start < end or nothing:
             yield Period(number=number, generation=generation, start=start, end=end)
         end, nothing = start, False
         if generation.foreign:
             return  # what was before came with another run's checkpoint
     if nothing or end > 0:
-        yield Period(number=number, generation=GenerationRecords(), start=0, end=end)
+        gap = GenerationRecords(key="", number=number)
+        yield Period(number=number, generation=gap, start=0, end=end)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from paceline.observe.ledger.faults import Fault, contradictions, misplaced, substitutions
 from paceline.observe.ledger.history import Extent
-from paceline.observe.ledger.periods import Timeline, timeline
+from paceline.observe.ledger.lineages import conflicts, timelines
+from paceline.observe.ledger.periods import Timeline
 from paceline.observe.ledger.reading import Events, History
 from paceline.observe.ledger.segments import segments
 from paceline.observe.ledger.tiling import size, tile
@@ -50,6 +51,30 @@ class EpochAccount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationAccount:
+    """What the files say of one generation.
+
+    Attributes:
+        number: its number; None if it is known only as an ancestor of another one.
+        id: its id; "" in a generation of an earlier version.
+        start: the number of completed steps from which it started.
+        first: the first step for which its lines count, from 0.
+        end: the step after the last one; equal to `first` if none of its lines counts.
+        members: its members' ids in rank order, or `rank <r>` in one of an earlier version; () if
+            it has no event file.
+        in_lineage: whether it belongs to the lineage that the run committed.
+    """
+
+    number: int | None
+    id: str
+    start: int
+    first: int
+    end: int
+    members: tuple[str, ...]
+    in_lineage: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Proof:
     """Result of the ledger: what a run's event files prove.
 
@@ -63,6 +88,7 @@ class Proof:
         done: number of steps whose samples must each have been trained exactly once, because the
             steps are committed or all ranks have passed them.
         begun: number of steps that at least one rank recorded.
+        generations: the generations that started, or that others name as ancestors, in order.
         accounts: the sample counts of each epoch up to `done`.
         faults: the first few faults.
         fault_count: the number of all faults.
@@ -76,6 +102,7 @@ class Proof:
     committed: int
     done: int
     begun: int
+    generations: tuple[GenerationAccount, ...]
     accounts: tuple[EpochAccount, ...]
     faults: tuple[Fault, ...]
     fault_count: int
@@ -98,7 +125,7 @@ def prove(files: Iterable[tuple[str, Events]]) -> Proof:
         DataError: an event lacks a field, or the files are those of different runs.
     """
     history = History(files)
-    extent, times = history.extent, timeline(history)
+    extent, (times, *others) = history.extent, timelines(history)
     base = times.periods[0].start
     accounts = {
         epoch: EpochAccount(
@@ -109,7 +136,13 @@ def prove(files: Iterable[tuple[str, Events]]) -> Proof:
         for epoch in range(base // extent.steps, -(-times.done // extent.steps))
     }
     notes: list[str] = []
-    faults = _faults(history, times, accounts, notes)
+    faults = chain(
+        (
+            Fault(text=text, generation=times.periods[-1].number)
+            for text in conflicts(history, [times, *others])
+        ),
+        _faults(history, times, accounts, notes),
+    )
     first_faults = tuple(islice(faults, KEPT))
     return Proof(
         extent=extent,
@@ -118,11 +151,34 @@ def prove(files: Iterable[tuple[str, Events]]) -> Proof:
         committed=times.committed,
         done=times.done,
         begun=times.begun,
+        generations=tuple(_generations(history, times, others)),
         accounts=tuple(accounts.values()),
         faults=first_faults,
         fault_count=len(first_faults) + sum(1 for _ in faults),
         notes=tuple(notes),
     )
+
+
+def _generations(
+    history: History, times: Timeline, others: Iterable[Timeline]
+) -> Iterator[GenerationAccount]:
+    """Yield the accounts of the committed lineage's generations, then those of the others."""
+    named = dict.fromkeys(times.lineage, True)
+    named |= {each: False for other in others for each in other.lineage if each not in named}
+    counted = {period.generation.key: (period.start, period.end) for period in times.periods}
+    for ancestor, in_lineage in named.items():
+        generation = history.generations.get(ancestor.id)
+        first, end = counted.get(ancestor.id, (ancestor.start, ancestor.start))
+        members = max(generation.members, key=len, default=()) if generation else ()
+        yield GenerationAccount(
+            number=generation.number if generation else None,
+            id="" if ancestor.id.startswith("#") else ancestor.id,
+            start=ancestor.start,
+            first=first,
+            end=max(first, min(end, times.begun)),
+            members=tuple(member.removeprefix("member ") for member in members),
+            in_lineage=in_lineage,
+        )
 
 
 def _faults(

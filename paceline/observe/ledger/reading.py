@@ -6,10 +6,10 @@ are of one run.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from paceline.cluster.membership.lineage import Lineage, of_values
 from paceline.errors import DataError
 from paceline.observe.ledger.history import Extent, GenerationRecords, Stretch
 
@@ -19,7 +19,7 @@ Events = Iterable[Mapping[str, Any]]
 class _Start(NamedTuple):
     """Start of a generation in a member's file."""
 
-    generation: int
+    generation: GenerationRecords
     rank: int
     world_size: int
 
@@ -34,7 +34,7 @@ class History:
 
     Attributes:
         extent: the run's expected size.
-        generations: the records of each generation, by its number.
+        generations: the records of each generation, by its key.
         members: the members that have an event file.
 
     Raises:
@@ -42,13 +42,22 @@ class History:
     """
 
     def __init__(self, files: Iterable[tuple[str, Events]]) -> None:
-        self.generations: dict[int, GenerationRecords] = defaultdict(GenerationRecords)
+        self.generations: dict[str, GenerationRecords] = {}
         self.members: set[str] = set()
-        self._started: set[tuple[int, int]] = set()  # (generation, rank)
+        self._started: set[tuple[str, int]] = set()  # (generation's key, rank)
+        # By number: lines that follow no start of their generation in their file.
+        self._strays: dict[int, GenerationRecords] = {}
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._extent: Extent | None = None
         for member, events in files:
             self._read(member, events)
+        for number, stray in self._strays.items():
+            of_number = (each for each in self.generations.values() if each.number == number)
+            known = min(of_number, key=lambda each: each.key, default=None)
+            if known is None:
+                self.generations[stray.key] = stray
+            else:
+                known.add(stray)
         if self._extent is None:
             raise DataError(
                 "No rank has written the start of a run: the run hasn't begun, or it ended "
@@ -59,16 +68,21 @@ class History:
     def _read(self, member: str, events: Events) -> None:
         self.members.add(member)
         start = stretch = None
+        started: dict[int, GenerationRecords] = {}  # in this file, by number
         for number, event in enumerate(events, start=1):
             try:
                 if event["event"] == "step":
-                    stretch = self._step(member, start, event, stretch)
+                    following = self._step(member, start, event, stretch)
+                    if following is not stretch:
+                        stretch = following
+                        self._records(started, stretch.generation).stretches.append(stretch)
                 elif event["event"] == "run":
                     if start is not None:
-                        self.generations[start.generation].left.add(start.rank)
-                    start = self._run(member, event)
+                        start.generation.left.add(start.rank)
+                    start, stretch = self._run(member, event), None
+                    started[start.generation.number] = start.generation
                 elif "generation" in event:
-                    self._other(event)
+                    self._other(self._records(started, _whole(event["generation"])), event)
             except (KeyError, TypeError) as error:
                 what = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise DataError(
@@ -76,10 +90,16 @@ class History:
                     "damaged, or another version of Paceline wrote it."
                 ) from error
 
+    def _records(self, started: Mapping[int, GenerationRecords], number: int) -> GenerationRecords:
+        """Return the records of the generation that a line of a file names by its number."""
+        if number in started:
+            return started[number]
+        return self._strays.setdefault(number, GenerationRecords(key=f"#{number}", number=number))
+
     def _step(
         self, member: str, start: _Start | None, event: Mapping[str, Any], stretch: Stretch | None
     ) -> Stretch:
-        """Lengthen the stretch by a step, or begin a new one."""
+        """Lengthen the stretch by a step, or return a new one."""
         if self._extent is None or start is None:
             raise TypeError("a step before the start of a run")
         generation, step, epoch = event["generation"], event["step"], event["epoch"]
@@ -102,7 +122,7 @@ class History:
         _whole(generation, step, epoch, first, last, skipped, *cuts)
         if cuts and len(cuts) != start.world_size + 1:
             raise TypeError(f"{len(cuts)} cuts for {start.world_size} ranks")
-        stretch = Stretch(
+        return Stretch(
             member=member,
             rank=start.rank,
             generation=generation,
@@ -114,11 +134,8 @@ class History:
             cuts=self._cuts.setdefault(cuts, cuts),
             skipped=skipped,
         )
-        self.generations[generation].stretches.append(stretch)
-        return stretch
 
-    def _other(self, event: Mapping[str, Any]) -> None:
-        generation = self.generations[_whole(event["generation"])]
+    def _other(self, generation: GenerationRecords, event: Mapping[str, Any]) -> None:
         match event["event"]:
             case "restore":
                 generation.restores.add(_whole(event["step"]))
@@ -153,16 +170,33 @@ class History:
             )
         if len(members) != world_size or members[rank : rank + 1] != (member,):
             raise TypeError(f"{member} isn't rank {rank} of these members")
-        if (number, rank) in self._started:
+        lineage = _lineage(event)
+        key = lineage[-1].id if lineage else f"#{number}"
+        if (key, rank) in self._started:
             raise DataError(
                 f"Rank {rank} started generation {number} twice: the folders belong to "
                 "different runs, or are copies of one run; give the folders of one run only, and "
                 "each folder once."
             )
         self._extent = extent
-        self._started.add((number, rank))
-        self.generations[number].members.add(members)
-        return _Start(number, rank, world_size)
+        generation = self.generations.setdefault(key, GenerationRecords(key=key, number=number))
+        if generation.number != number:
+            raise TypeError(f"generation {key} has number {generation.number} in another file")
+        self._started.add((key, rank))
+        generation.members.add(members)
+        if lineage:
+            generation.headers.add(lineage)
+        return _Start(generation, rank, world_size)
+
+
+def _lineage(event: Mapping[str, Any]) -> Lineage:
+    """Return the lineage that a start of a generation records; () in an earlier version."""
+    if "id" not in event:
+        return ()
+    try:
+        return of_values([*event["ancestors"], [event["id"], event["start"]]])
+    except ValueError as error:
+        raise TypeError(f"its ancestors aren't pairs of an id and a start: {error}") from error
 
 
 def _whole(*numbers: Any) -> int:

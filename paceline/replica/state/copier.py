@@ -43,6 +43,7 @@ POSITION, TRACKED = "position", "tracked"
 PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA = "parameters", "requires_grad", "buffers", "extra_state"
 OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
 RANK = "rank"
+LOCAL, SHARED = "local", "shared"  # of averaged weights: a worker's own, and what all have alike
 ENTRIES, SAVED = "entries", "saved"  # for checkpoint files only
 _PARTS = (POSITION, TRACKED, PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA, OPTIMIZER, GROUPS, OTHER)
 OWN_OPTIMIZER = (
@@ -230,6 +231,14 @@ class StateCopier:
         self._remaining[0] -= 1
         if not self._remaining[0]:
             self._snapshots.hold(self._name)
+
+    def end_with(self, parts: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Copy further parts, and hold the snapshot; all parameters are copied."""
+        with self._span():
+            self._add(parts)
+            for device in self._events:
+                self._events[device] = torch.cuda.current_stream(device).record_event()
+        self.end(None)
 
     def _copy(
         self, parameters: Sequence[nn.Parameter], parts: Mapping[str, Mapping[Any, Any]]

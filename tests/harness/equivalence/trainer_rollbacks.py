@@ -7,11 +7,14 @@ member that isn't in the next generation hands over what it alone has, and waits
     generation 0    members 0, 1 | 2
     generation 1    members 0 | 2       member 1 has handed over its part of the start snapshot
     generation 2    members 0, 1 | 2    member 1 gets a copy of the start snapshot, without a part
+
+With `backups`, a member that isn't in the next generation is lost: its backup holder has its part.
 """
 
 from __future__ import annotations
 
 import csv
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,17 +28,20 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
 from paceline.cli.flags import parse
-from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.backup_holder import missing_parts
+from paceline.cluster.membership.generation import Ancestor, Group
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
-from paceline.run.step_snapshots import OwnPart, StepSnapshots
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
 from tests.harness.data.databases import write_minidb
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
+from tests.harness.equivalence.backup_members import BackupMembers
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
@@ -85,6 +91,10 @@ class TrainerRollbacks:
         machines: the number of members on each machine.
         moments: for each generation but the last, for each member: when it breaks off.
         parked: for each generation but the first, the members that aren't in it; by default none.
+        backups: the members' backups; None: a member that isn't in the next generation hands over
+            its part.
+        restored: for each lost member, its own part of a start, and the copy that replaces it.
+        apart: whether each machine has a run folder of its own, `folder_of`.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -94,12 +104,16 @@ class TrainerRollbacks:
     machines: tuple[int, ...]
     moments: Sequence[Sequence[Moment]] = ()
     parked: Sequence[Collection[int]] = ()
+    backups: BackupMembers | None = None
+    apart: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
+    restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
     _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
     _snapshots: dict[int, StepSnapshots] = field(default_factory=dict)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> list[Mapping[str, Tensor]]:
         """Train; return each rank's weights."""
@@ -111,6 +125,10 @@ class TrainerRollbacks:
         start = build_model(config.model.name, num_labels=10, num_channels=3)
         save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
+
+    def folder_of(self, machine: int) -> Path:
+        """Return the run folder of a machine."""
+        return self.folder / f"machine{machine}" if self.apart else self.folder
 
     @property
     def rows(self) -> list[dict[str, str]]:
@@ -129,10 +147,13 @@ class TrainerRollbacks:
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
+        folder = self.folder_of(group.machine)
         numbers = iter(range(1, 99))  # of the next generations
 
         def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
             number = next(numbers)
+            if self.backups is not None:
+                return self._recover(c, self.backups, number)
             self._held[c.rank] = tuple(held)
             start = self._agree(c, number)
             while c.rank in self._parked(number):
@@ -141,7 +162,7 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number] if c.rank == 0 else []
+            parts = self._parts[number] if c.rank == self._present(number)[0] else []
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
@@ -149,16 +170,20 @@ class TrainerRollbacks:
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
             start = wiring.Start()
-            run.recorder, log = wiring.build_recorder(config, group, self.folder, start)
+            run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
+            backup = None
+            if self.backups is not None:
+                backup = self.backups.join(group.member.id)
             trainer = wiring.build_trainer(
                 config,
                 run,
                 sources,
                 device,
-                self.folder,
+                folder,
                 start,
                 next_generation=next_generation,
+                backup=backup,
             )
             for part in (trainer.replica, trainer.train, trainer.test):
                 assert part is not None
@@ -171,7 +196,6 @@ class TrainerRollbacks:
                 steps=trainer.train.steps,
                 epochs=trainer.epochs,
                 batch=config.global_batch,
-                log=log,
             )
             self._snapshots[c.rank] = trainer.steps._snapshots
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
@@ -202,9 +226,46 @@ class TrainerRollbacks:
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
-            hold(own, start, state_of_all(self._snapshots[0], start))
+            hold(own, start, state_of_all(self._snapshots[self._present(number - 1)[0]], start))
         meet(c)
         return start
+
+    def _recover(self, c: Communicator, backups: BackupMembers, number: int) -> Successor:
+        """Return the next generation, which the members enter that aren't lost.
+
+        It starts from the newest snapshot that all of them hold, with all parts.
+        """
+        own, member = self._snapshots[c.rank].commits, f"start-{c.rank}"
+        backups.records[member].promise()
+        meet(c)
+        lost = {f"start-{rank}" for rank in self._parked(number)}
+        held = [record.held for each, record in backups.records.items() if each not in lost]
+        start = max(
+            (
+                name
+                for name in set.intersection(*(set(one) for one in held))
+                if not missing_parts(held[0][name].whole, [one[name].parts for one in held])
+            ),
+            key=lambda name: name.step,
+        )
+        parts = own.backup_parts(start, lost)
+        with self._lock:
+            for each in sorted(own.held_parts(start) & lost - {member}):
+                rank = int(each.removeprefix("start-"))
+                (copied,) = own.backup_parts(start, [each])
+                self.restored.append((self._snapshots[rank].commits.own_part(start), copied))
+        if c.rank == 0:
+            self.starts.append(start.step)
+        meet(c)
+        if member in lost:
+            backups.lost.add(member)
+            raise Parked
+        backups.records[member].promised = False
+        return Successor(group=self._group(c, number), start=start, parts=parts)
+
+    def _present(self, number: int) -> list[int]:
+        """Return the members that are in a generation."""
+        return [one for one in range(sum(self.machines)) if one not in self._parked(number)]
 
     def _parked(self, number: int) -> Collection[int]:
         """Return the members that aren't in a generation."""
@@ -220,7 +281,15 @@ class TrainerRollbacks:
                 numbers.append(rank)
                 members.append(replace(member, local_rank=places[member.machine]))
                 places[member.machine] += 1
-        generation = replace(group.generation, members=tuple(members))
+        generation = replace(
+            group.generation,
+            members=tuple(members),
+            ancestors=tuple(
+                Ancestor(id=world_of(token=f"token {each}").generation.id, start=start)
+                for each, start in enumerate([0, *self.starts][:number])
+            ),
+            start=[0, *self.starts][number],
+        )
         return Group.world(generation, numbers.index(c.rank))
 
 

@@ -5,7 +5,8 @@
 It trains each case without and with such ends. With two ranks all are in each generation, and it
 prints the case with "equal" where all bits of weights, optimizer and loss scale are. With three the
 second one isn't in generations of odd number, and it prints the case with "close" and a digest
-where all values are, to 1e-10.
+where all values are, to 1e-10. Averaging is compared with a training whose generations end where
+their snapshots were taken, so that nothing is repeated; and without a server, if it has one.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ CASES = {
     "frozen table": Case({"sync": "allreduce"}, words=True, freeze=6),
     "auto": Case({"sync": "auto"}),
 }
+AVERAGES = {
+    "average": Case({"sync": "average:every=2,outer=diloco"}),
+    "delayed": Case({"sync": "average:every=4,delay=1,momenta=average"}),
+}
+SERVED = Case({"sync": "average:every=2,outer=diloco,through=server"})
 # Trials begin in step 100, and take 24 steps. They begin anew in each further generation until the
 # choice is made; another 24 steps fit behind the last end.
 TRIALS = Case({"sync": "auto"}, epochs=36, ends=(50, 104, 118, 148))
@@ -137,7 +143,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
                 breaks.pass_by("end")
             assert step.done == (world._loop.rollback.error is None)
             schedule.step()
-    world.settle()
+    world.merge()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     state["rate"] = torch.tensor(schedule.get_last_lr())
     state["scale"] = torch.tensor(scaler.get_scale())
@@ -145,6 +151,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
         state |= momenta(model, optimizer)
     if run is not None and case.ends:
         check_choice(world, run)
+    state["starts"] = torch.tensor(generations.starts)
     assert generations.generation == len(moments), "a generation didn't end where it should have"
     assert world.generation == len(moments), "a generation has another number in the run"
     world.close()
@@ -185,12 +192,18 @@ def main() -> None:
     """Train each case twice, and compare."""
     ranks, folder, *names = sys.argv[1:]
     for number, name in enumerate(names):
-        case = TRIALS if name == "trials" else CASES[name]
-        plain = train(case, [], None)
+        case = TRIALS if name == "trials" else {**CASES, **AVERAGES, "served": SERVED}[name]
         broken = train(case, drawn(case, number, int(ranks)), Path(folder, name))
-        alike = torch.equal if ranks == "2" else close
+        starts: list[int] = broken.pop("starts").tolist()
+        replayed = ranks == "3" and "average" in str(case.arguments["sync"])
+        moments = [[(start, "begin")] * 3 for start in starts] if replayed else []
+        plain = train(AVERAGES["average"] if case is SERVED else case, moments, None)
+        assert plain.pop("starts").tolist() == (starts if replayed else [])
+        alike = torch.equal if ranks == "2" or replayed else close
         unlike = [key for key in plain if not alike(plain[key], broken[key])]
-        answer = "equal" if ranks == "2" else f"close {digest(broken)}"
+        common = {key: value for key, value in broken.items() if "momentum" not in key}
+        of_all = common if "average" in str(case.arguments["sync"]) else broken
+        answer = "equal" if ranks == "2" else f"close {digest(of_all)}"
         print(f"{name}: {unlike or answer}", flush=True)
 
 

@@ -23,6 +23,7 @@ import torch
 from paceline.api.world import World
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.errors import CommError
+from paceline.replica.state.copier import POSITION
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
@@ -38,14 +39,17 @@ class Successors:
 
     Attributes:
         generation: number of the present generation, from 0.
+        starts: the steps from which the later generations continued.
     """
 
     def __init__(
         self, world: World, parked: Callable[[int], Collection[int]] = lambda number: ()
     ) -> None:
         self._world, self._parked = world, parked
+        object.__setattr__(world._session, "link", None)  # no vote, and no backups
         self._first = self._present = world._run.context.group.generation
         self._member, self.generation = world.rank, 0
+        self.starts: list[int] = []
 
     def decide(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
         """Return the next generation that this member is in."""
@@ -65,12 +69,15 @@ class Successors:
         """Agree with all members on a generation; return it if this member is in it."""
         prefix, member = f"{self._present.key_prefix}/next", self._member
         if member in before:
-            self._put(f"{prefix}/held/{member}", json.dumps(held))
+            mine = [(*name, self._completed(name)) for name in held]
+            self._put(f"{prefix}/held/{member}", json.dumps(mine))
         texts = [self._get(f"{prefix}/held/{each}") for each in before]
-        of_all = set.intersection(*({SnapshotName(*n) for n in json.loads(t)} for t in texts))
-        start = max(of_all, key=lambda name: name.step)
+        of_all = set.intersection(*({tuple(n) for n in json.loads(t)} for t in texts))
+        *name, completed = max(of_all, key=lambda each: each[1])
+        start = SnapshotName(*name)
         self.generation += 1
-        self._present = self._following()
+        self.starts.append(start.step)
+        self._present = self._following(completed)
         after, parts = self._members, []
         if set(after) - set(before) and member == 0:
             self._put(f"{prefix}/snapshot", packed(state_of_all(self._snapshots, start)))
@@ -86,14 +93,21 @@ class Successors:
         group = Group.world(self._present, after.index(member))
         return Successor(group=group, start=start, parts=parts)
 
-    def _following(self) -> Generation:
+    def _following(self, start: int) -> Generation:
         members = [self._first.members[number] for number in self._members]
         return replace(
             self._present,
             token=hashlib.sha256(self._present.token.encode()).hexdigest(),
             number=self._present.number + 1,
             members=tuple(replace(m, local_rank=rank) for rank, m in enumerate(members)),
+            ancestors=self._present.lineage,
+            start=start,
         )
+
+    def _completed(self, name: SnapshotName) -> int:
+        """Return the number of completed steps in a snapshot; a step may train several batches."""
+        number: int = self._snapshots._snapshots.state(name)[POSITION]["number"]
+        return number
 
     @property
     def _snapshots(self) -> StepSnapshots:

@@ -11,11 +11,12 @@ import redis
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
+from tests.harness.network.etcd_server import ALL_KEYS, ask, etcd_server
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 
 SPACE = run_space("r")
-KINDS = ("folder", "redis", "tcp")
+KINDS = ("folder", "redis", "etcd", "tcp")
 
 
 @contextmanager
@@ -28,6 +29,9 @@ def rendezvous_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
     elif kind == "redis":
         with redis_server() as url:
             yield StoreSpec(kind="redis", address=url, space=SPACE)
+    elif kind == "etcd":
+        with etcd_server(parent) as endpoint:
+            yield StoreSpec(kind="etcd", address=f"http://{endpoint}", space=SPACE)
     else:
         yield StoreSpec(kind="tcp", address=f"127.0.0.1:{free_port()}", space=SPACE)
 
@@ -47,4 +51,7 @@ def left_behind(rendezvous: StoreSpec) -> list[object]:
         keys = list(client.scan_iter())
         client.close()
         return keys
+    if rendezvous.kind == "etcd":
+        endpoint = rendezvous.address.removeprefix("http://")
+        return list(ask(endpoint, "kv/range", **ALL_KEYS).get("kvs", []))
     return []

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.stores.tcp_store import serve_tcp
+from tests.harness.network.etcd_server import etcd_server
 from tests.harness.network.redis_server import redis_server
 
 LIMIT = timedelta(seconds=30)
@@ -28,6 +29,9 @@ def store_of(kind: str, folder: Path) -> Iterator[StoreSpec]:
     elif kind == "redis":
         with redis_server() as url:
             yield StoreSpec(kind="redis", address=url, space="run")
+    elif kind == "etcd":
+        with etcd_server(folder) as endpoint:
+            yield StoreSpec(kind="etcd", address=f"http://{endpoint}", space="run")
     else:
         server = serve_tcp("127.0.0.1", 0, LIMIT)
         secret = "open sesame" if kind == "sealed tcp" else ""

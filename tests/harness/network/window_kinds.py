@@ -28,6 +28,7 @@ Make = Callable[[int], Window]  # of a rank
 
 LIMIT = 30.0
 _COMPILED_OR_NOT = (
+    "transport.system_calls",
     "transport.event_loop",
     "transport.transport",
     "connection_window",

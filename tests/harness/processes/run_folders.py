@@ -112,11 +112,12 @@ def wait_until(condition: Callable[[], bool], limit: float = 60.0) -> None:
         pause.wait(0.005)
 
 
-def wait_until_step(run: Path, step: int, generation: int) -> None:
+def wait_until_step(run: Path, step: int, generation: int, limit: float = 60.0) -> None:
     """Wait until rank 0 has ended a step in a start of the run."""
     wait_until(
         lambda: any(
             event["event"] == "step" and event["step"] >= step and event["generation"] == generation
             for event in events(run)
-        )
+        ),
+        limit,
     )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -21,12 +22,17 @@ from typing import Self
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision import parent_death_watchdog
 from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.supervisor import supervise
+from paceline.cluster.supervision.worker_exit import WorkerExit
 
 LIMIT = 30.0
 LIGHT = "tests.harness.processes.light_worker"
 FULL = "tests.harness.processes.full_worker"
+SURVIVING = "tests.harness.processes.surviving_worker"
+_WRAPPER = [sys.executable, "-I", "-S", parent_death_watchdog.__file__]
 
 
 class Actor:
@@ -45,6 +51,12 @@ class Actor:
 
     def send_order(self, order: str) -> None:
         self._connection.sendall(f"{order}\n".encode())
+
+    def obey(self, *orders: str) -> None:
+        """Send orders, each once the worker has confirmed the one before."""
+        for order in orders:
+            self.send_order(order)
+            assert self.receive_line() == order.split()[0]
 
     def receive_line(self) -> str:
         """Return the worker's next line; "" if it ended."""
@@ -69,6 +81,10 @@ class Actor:
             return True
         except TimeoutError:
             return False
+
+    def stays(self, seconds: float) -> bool:
+        """Return whether the worker neither ends nor sends a line within the time."""
+        return not wait([self._connection], timeout=seconds)
 
     def close(self) -> None:
         self._lines.close()
@@ -108,13 +124,28 @@ class Stage:
         self._actors: list[Actor] = []
 
     def start(
-        self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
+        self,
+        plan: RunPlan,
+        worker: str = LIGHT,
+        *,
+        finish: Path | None = None,
+        exits: Path | None = None,
+        wrapped: bool = False,
     ) -> Supervisor:
-        """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
+        """Start a machine's supervisor.
+
+        Args:
+            plan: its part of the run.
+            worker: the workers' module.
+            finish: the file by which it marks the end of the run.
+            exits: the file into which its endpoint writes the ends of workers.
+            wrapped: whether each worker has a wrapper, as in `paceline launch`.
+        """
         log = self.folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
+        argv = [*_WRAPPER, *argv] if wrapped else argv
         process = get_context("forkserver").Process(
-            target=_supervise, args=(plan, argv, str(log), finish)
+            target=_supervise, args=(plan, argv, str(log), finish, exits)
         )
         log.touch()
         process.start()
@@ -162,8 +193,28 @@ def at_most(seconds: float) -> Iterator[None]:
     assert taken <= seconds, f"took {taken:.1f} s, not {seconds:g}"
 
 
-def _supervise(plan: RunPlan, argv: list[str], log: str, finish: Path | None) -> None:
+class _Exits:
+    """Supervisor's endpoint that writes into a file what it reports."""
+
+    def __init__(self, path: Path, run: FormedRun) -> None:
+        self._path, self._members = path, [member.id for member in run.generation.members]
+
+    def exited(self, end: WorkerExit) -> None:
+        assert end.member in self._members
+        with self._path.open("a") as file:
+            file.write(f"{end.local_rank} {'failed' if end.failed else 'well'}: {end.text}\n")
+
+    def close(self) -> None:
+        with self._path.open("a") as file:
+            file.write("closed\n")
+
+
+def _supervise(
+    plan: RunPlan, argv: list[str], log: str, finish: Path | None, exits: Path | None
+) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.exit(supervise(plan, argv, finish=finish.touch if finish else None))
+    endpoint = partial(_Exits, exits) if exits else None
+    marks = finish.touch if finish else None
+    sys.exit(supervise(plan, argv, finish=marks, open_endpoint=endpoint))

@@ -43,6 +43,7 @@ from paceline.cluster.membership.control_line.link import Link
 from paceline.comm.forked_children import close_in_children
 
 _FLUSH_S = 0.5  # for queued frames, when the line is closed
+_LAST_FRAMES_S = 0.5  # for a peer's last frames, after its connection for beats has ended
 
 
 class LineHandler(Protocol):
@@ -193,7 +194,7 @@ class ControlLine:
         self.post(partial(self._forget, peer))
 
     def close(self) -> None:
-        """Send what is queued, for a moment at most, and close all connections."""
+        """Close all connections; what is queued is sent if that takes a moment only."""
         with self._changed:
             closing, self._closed = not self._closed, True
             self._changed.notify_all()
@@ -266,14 +267,18 @@ class ControlLine:
         self._handler.received(link.peer_name, frame.kind, frame.body, frame.bulk)
 
     def _on_beats(self, _: int) -> None:
-        """Close the peers whose connection for beats has ended."""
-        errors = dict(self._beats.ended())
-        for link in [link for link in self._links.values() if link.row in errors]:
-            error = errors[link.row]
+        """Close, in a moment, the peers whose connection for beats has ended.
+
+        Usually that for frames ends, too, after its last frames have arrived.
+        """
+        for row, error in self._beats.ended():
             reason = PEER_CLOSED if error < 0 else reason_of(OSError(error, ""))
-            link.read_rest()
-            if link.open:
-                self._close_link(link, reason)
+            for link in [link for link in self._links.values() if link.row == row]:
+                self.call_later(_LAST_FRAMES_S, partial(self._close_open_link, link, reason))
+
+    def _close_open_link(self, link: Link, reason: str) -> None:
+        if link.open:
+            self._close_link(link, reason)
 
     def _close_link(self, link: Link, reason: str, *, report: bool = True) -> None:
         peer = link.peer_name

@@ -74,30 +74,23 @@ class Link:
         if events & WRITE:
             self._flush()
 
-    def read_rest(self) -> None:
-        """Read all that has arrived, before the link is closed; on the line's thread."""
-        while self.open and self._read():
-            pass
-
-    def _read(self) -> bool:
-        """Read once; return whether there was anything."""
+    def _read(self) -> None:
         try:
             size = self.connection.recv_into(self._buffer)
             frames = self._reader.feed(self._buffer[:size])
         except BlockingIOError:
-            return False
+            return
         except OSError as error:
             self._ended(self, reason_of(error))
-            return False
+            return
         except InvalidFrame as error:
             self._ended(self, f"it sent bytes that are no frames: {error}")
-            return False
+            return
         for frame in frames:
             if self.open:
                 self._received(self, frame)
         if not size and self.open:
             self._ended(self, PEER_CLOSED)
-        return size > 0
 
     def _flush(self) -> None:
         """Send until the socket is full, nothing is left, or others have their turn."""

@@ -1,0 +1,36 @@
+"""Finding a run's folder, from its path or its id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cluster.supervision.requests.member_record import FOLDER
+from paceline.errors import ConfigError, Message
+from paceline.observe.event_file import find_event_files
+from paceline.state.run_folder import CONFIG_NAME
+
+
+def find_run(run: str, output_dir: Path) -> Path:
+    """Return a run's folder, given its path or id.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (Path(run), output_dir / run):
+        if _is_run(folder):
+            return folder.resolve()
+    known = sorted(path.parent.name for path in output_dir.glob(f"*/{CONFIG_NAME}"))
+    raise ConfigError(
+        Message(
+            "{} is neither a run folder nor the id of a run in {--output_dir} {}{}; check the "
+            "path.",
+            run,
+            output_dir,
+            f", which has {', '.join(known[-5:])}" if known else "",
+        )
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    named = (folder / CONFIG_NAME).is_file() or (folder / FOLDER).is_dir()
+    return named or bool(find_event_files(folder))

@@ -1,0 +1,95 @@
+"""A supervisor's end of the control line: it answers for its machine, and reports exits.
+
+It makes the machine's acceptor record, which its workers open, so that the machine has a vote as
+long as the supervisor or one of the workers lives. Workers connect to the supervisors of all
+machines; supervisors don't connect to each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import (
+    EXITED,
+    PROMISED,
+    VOTE,
+    control_secret,
+    supervisor_key,
+    supervisor_name,
+)
+from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
+from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.worker_exit import WorkerExit
+from paceline.errors import CommError
+
+
+class MachineEndpoint:
+    """Supervisor's end of the control line.
+
+    Args:
+        run: the formed run, before its workers start.
+    """
+
+    def __init__(self, run: FormedRun) -> None:
+        machine = run.registered.plan.machine
+        self._generation: Generation = run.generation.with_token_of_join(0)
+        member = next(one for one in self._generation.members if one.machine == machine)
+        record = AcceptorRecord.make()
+        self._acceptor = MachineAcceptor(record, machine)
+        self._line = ControlLine(
+            name=supervisor_name(machine),
+            secret=control_secret(self._generation),
+            address=member.address,
+            handler=self,
+        )
+        entry = {"address": member.address, "port": self._line.port, "record": record.path}
+        run.registered.store.set(supervisor_key(self._generation, machine), json.dumps(entry))
+
+    def exited(self, end: WorkerExit) -> None:
+        """Report the end of a worker to all members."""
+        if end.failed and end.member:
+            how = end.text.partition(". ")[0].removeprefix(f"{end.name} ").rstrip(".")
+            self._line.broadcast(EXITED, {"member": end.member, "how": how})
+
+    def close(self) -> None:
+        """End the connections."""
+        self._line.close()
+        self._acceptor.close()
+
+    def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
+        """Answer a request by the machine's record."""
+        if kind == VOTE:
+            self._vote(peer, body)
+
+    def opened(self, peer: str) -> None:
+        """Do nothing: members connect by themselves."""
+
+    def closed(self, peer: str, reason: str) -> None:
+        """Do nothing: members judge each other."""
+
+    def _vote(self, peer: str, body: Mapping[str, Any]) -> None:
+        message = KINDS[body["kind"]].from_text(body["text"])
+        if isinstance(message, Decided):
+            self._generation = message.value
+            self._acceptor.learn(message.value)
+        if not isinstance(message, Prepare | Accept):
+            return
+        try:
+            reply = self._acceptor.answer(message)
+        except CommError:  # a worker was stopped while it changed the record: no vote for now
+            return
+        if reply is None:
+            return
+        self._line.send(peer, VOTE, {"kind": type(reply).__name__, "text": reply.to_text()})
+        if not isinstance(reply, Refused | Decided):
+            here = {
+                one.id for one in self._generation.members if one.machine == self._acceptor.machine
+            }
+            promised = {"generation": message.generation.id}
+            self._line.broadcast(PROMISED, promised, here & self._line.connected())

@@ -1,0 +1,288 @@
+"""The workers of one machine, in their supervisor: from their start to their end.
+
+    start the workers -> wait for the first of: all ended | one failed | a signal | another
+    machine's failure -> announce the end, post the reason -> end the workers -> deregister
+
+Of several failures the supervisor reports the cause, once: a lost peer is a consequence, so the
+supervisor waits two seconds for its cause, from this machine's other workers and from the store.
+The first report in the store is the run's, and every machine prints it.
+
+A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
+continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
+does. An error of a worker's own ends the run, because another worker would meet it too.
+
+Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
+what saving takes. Nothing is on the disk: a worker's error file is memory of this process.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+
+from paceline.cluster.membership.generation import Member
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import STORE_ERRORS
+from paceline.cluster.stores.waiting import call_with_timeout
+from paceline.cluster.supervision.event_queue import EventQueue, Exited, Interrupted
+from paceline.cluster.supervision.failure_report import FailureReport, cause, post
+from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.supervisor_file import SupervisorFile
+from paceline.cluster.supervision.worker_exit import SupervisorEndpoint, WorkerExit
+from paceline.cluster.supervision.worker_process import WorkerProcess
+from paceline.errors import ConfigError, PacelineError
+
+_CAUSE_S = 2.0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_TERM_S = 4.0
+_SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
+_KILL_S = 0.5
+_REAP_S = 10.0  # a busy machine may take that long to end a killed process
+_POST_S = 1.0
+_DEREGISTER_S = 1.0
+
+OpenEndpoint = Callable[[FormedRun], SupervisorEndpoint]
+"""Opens the supervisor's end of the connections to the members of a formed run."""
+
+
+class MachineWorkers:
+    """Worker processes of one machine, from their start to their end; a server may be beside them.
+
+    The server's local rank follows the workers'.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: FormedRun,
+        events: EventQueue,
+        report: Callable[[str], None],
+        report_failure: Callable[[FailureReport], None],
+        open_endpoint: OpenEndpoint | None = None,
+    ) -> None:
+        self._plan, self._run = plan, run
+        self._events, self._report, self._report_failure = events, report, report_failure
+        self._open_endpoint = open_endpoint
+        self._endpoint: SupervisorEndpoint | None = None
+        self._workers: dict[int, WorkerProcess] = {}
+        """By local rank, those whose end is no event yet."""
+
+        self._lost: dict[int, FailureReport] = {}
+        """By local rank, how workers ended whose loss the others survive."""
+
+        self._isolated = False  # all workers here are lost; other machines may continue
+        self._survivable = False  # a worker that ended well survived the loss of others
+        self._resources = ExitStack()
+
+    def work(
+        self,
+        commands: Sequence[Sequence[str]],
+        formed: Callable[[FormedRun], None],
+        finish: Callable[[], None] | None,
+    ) -> FailureReport | None:
+        try:
+            failure = self._work(commands, formed, finish)
+            if failure is not None:
+                for worker in self._workers.values():
+                    worker.announce_end()
+                # The run's reason, this one or another machine's, before the others see workers
+                # end because of it.
+                if not self._isolated:
+                    first = call_with_timeout(
+                        _POST_S, partial(post, self._run.registered.store, failure)
+                    )
+                    failure = first or failure
+                self._signal(signal.SIGTERM)
+                self._report_failure(failure)
+            self._end()
+        finally:
+            self._signal(signal.SIGKILL)
+            self._resources.close()
+        self._deregister(failure)
+        return failure
+
+    def _work(
+        self,
+        commands: Sequence[Sequence[str]],
+        formed: Callable[[FormedRun], None],
+        finish: Callable[[], None] | None,
+    ) -> FailureReport | None:
+        """Do all that ends well (None) or with a reason for the run's end."""
+        try:
+            formed(self._run)
+            failure = self._start(commands) or self._first_failure()
+            if failure is None and finish is not None:
+                self._run.finish(
+                    finish, self._events.pause, self._plan.timeout, agreed=self._survivable
+                )
+        except Interrupted as end:
+            failure = reason_of(end.event, self._machine())
+        except PacelineError as error:
+            failure = FailureReport.of(error)
+            if self._plan.machines > 1:
+                failure = failure.by(self._machine())
+        return failure
+
+    def _start(self, commands: Sequence[Sequence[str]]) -> FailureReport | None:
+        if self._plan.machines > 1:
+            first = self._run.generation.leader.host
+            self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
+        if self._open_endpoint is not None:
+            self._endpoint = self._open_endpoint(self._run)
+            self._resources.callback(self._endpoint.close)
+        for local_rank, argv in enumerate(commands):
+            error_file, mark = (
+                self._resources.enter_context(closing(SupervisorFile(f"{name} {local_rank}")))
+                for name in ("error file", "survival mark")
+            )
+            worker = self._run.worker_environment(local_rank, error_file.path, mark.path)
+            try:
+                self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
+            except OSError as error:
+                sentence = (
+                    f"{argv[0]} can't be started: {error.strerror}; check that it is installed."
+                )
+                return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
+        return None
+
+    def _first_failure(self) -> FailureReport | None:
+        """Wait until the workers have ended, well (None) or with the reason for the run's end."""
+        failures: list[FailureReport] = []
+        deadline: float | None = None
+        while self._workers or failures:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            failure = self._next(left)
+            if failure is None:
+                continue
+            failures.append(failure)
+            if not failure.consequence:
+                break
+            deadline = deadline or time.monotonic() + _CAUSE_S
+        if not failures and len(self._lost) < self._plan.workers:
+            if self._lost:
+                names = ", ".join(map(self._name, self._lost))
+                self._report(f"the run is finished; it continued without {names}.")
+            return None
+        self._isolated = not failures
+        # Workers that fail and haven't ended yet may have left a report, too.
+        reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
+        return cause([*failures, *filter(None, reports), *self._lost.values()])
+
+    def _next(self, timeout: float | None) -> FailureReport | None:
+        """Take the next event; return the failure in it, if it is one."""
+        event = self._events.get(timeout)
+        if isinstance(event, str):
+            self._report(event)
+        elif isinstance(event, Exited):
+            return self._exited(event)
+        elif event is not None:
+            return reason_of(event, self._machine())
+        return None
+
+    def _exited(self, event: Exited) -> FailureReport | None:
+        """Note a worker's end; return the failure, if it is one that the others don't survive."""
+        local_rank = event.local_rank
+        worker, name = self._workers.pop(local_rank), self._name(local_rank)
+        if event.returncode == 0:
+            self._survivable |= worker.survives
+            self._report_exit(local_rank, f"{name} ended with status 0.", failed=False)
+            return None
+        own = worker.report(name)  # else what its exit status says
+        failure = own or FailureReport.of_exit(name, event.returncode)
+        self._report_exit(local_rank, failure.text, failed=True)
+        stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
+        if not worker.survives or stopped or (own is not None and not own.consequence):
+            return failure
+        self._lost[local_rank] = failure
+        if self._workers:
+            self._report(f"{failure.text} The other workers continue.")
+        return None
+
+    def _report_exit(self, local_rank: int, text: str, *, failed: bool) -> None:
+        if self._endpoint is not None:
+            member = self._member(local_rank).id if local_rank < self._plan.workers else ""
+            self._endpoint.exited(
+                WorkerExit(
+                    local_rank=local_rank,
+                    member=member,
+                    name=self._name(local_rank),
+                    text=text,
+                    failed=failed,
+                )
+            )
+
+    def _end(self) -> None:
+        """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
+        if self._ended_within(_TERM_S, hurry=True):
+            return
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_S
+        while not self._ended_within(_KILL_S, hurry=False):
+            hung = [self._name(rank) for rank, worker in self._workers.items() if worker.hangs()]
+            if hung:
+                self._report(f"{', '.join(hung)} can't be killed: a system call hangs.")
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(map(self._name, self._workers))
+                self._report(f"{names} did not end within {_REAP_S:g} s after SIGKILL.")
+                return
+
+    def _ended_within(self, limit: float, *, hurry: bool) -> bool:
+        started = time.monotonic()
+        deadline = started + limit
+        while self._workers:
+            left = deadline - time.monotonic()
+            event = self._events.get(left) if left > 0 else None
+            if isinstance(event, Exited):
+                del self._workers[event.local_rank]
+            if hurry and isinstance(event, signal.Signals):
+                deadline = min(deadline, started + _SAVE_S)
+            if left <= 0:
+                return False
+        return True
+
+    def _deregister(self, failure: FailureReport | None) -> None:
+        if failure is not None:
+            call_with_timeout(
+                _DEREGISTER_S, lambda: self._run.deregister(time.sleep, _DEREGISTER_S)
+            )
+            return
+        with suppress(Interrupted):  # a signal: the other machines are not waited for
+            try:
+                self._run.deregister(self._events.pause, self._plan.timeout)
+            except STORE_ERRORS as error:
+                self._report(f"the rendezvous couldn't be cleaned up: {error}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers.values():
+            worker.send(number)
+
+    def _name(self, local_rank: int) -> str:
+        if local_rank == self._plan.workers:
+            return f"the averaging server on {self._machine()}"
+        generation = self._run.generation
+        return generation.describe(generation.rank_of(self._plan.machine, local_rank))
+
+    def _machine(self) -> str:
+        return f"machine {self._plan.machine} ({self._member(0).host})"
+
+    def _member(self, local_rank: int) -> Member:
+        generation = self._run.generation
+        return generation.members[generation.rank_of(self._plan.machine, local_rank)]
+
+
+def reason_of(event: signal.Signals | FailureReport, machine: str) -> FailureReport:
+    """Return the reason for the run's end that an event is.
+
+    Args:
+        event: a signal, or another machine's reason.
+        machine: this machine's name.
+    """
+    if isinstance(event, FailureReport):
+        return event
+    return FailureReport(text=f"stopped by {event.name} on {machine}.", status=128 + event)

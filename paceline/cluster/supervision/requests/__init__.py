@@ -1,0 +1,1 @@
+"""Asking a run's processes on this machine to stop, or how the run stands."""

@@ -1,0 +1,41 @@
+"""Files in a supervisor's memory that its workers write: failure reports, survival marks.
+
+A worker opens `/proc/<supervisor>/fd/<number>`. Nothing is on the disk, and the files end with the
+supervisor and all processes that have them open.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_NAME = "paceline"  # begins the names of these files
+_LINK = f"/memfd:{_NAME} "
+
+
+class SupervisorFile:
+    """File in this process's memory, which workers open by its path.
+
+    Args:
+        name: what the file is, for `ls -l /proc/<pid>/fd`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._memory = os.memfd_create(f"{_NAME} {name}")
+        self.path = f"/proc/{os.getpid()}/fd/{self._memory}"
+
+    def close(self) -> None:
+        """Release this process's descriptor."""
+        os.close(self._memory)
+
+
+def write_supervisor_file(path: str | Path, text: str) -> None:
+    """Replace the file's text, in one call.
+
+    Raises:
+        OSError: the supervisor has ended. Its process number may be another process's by now, so
+            that a file of another kind isn't written.
+    """
+    if not os.readlink(path).startswith(_LINK):
+        raise FileNotFoundError(f"{path} is no file of a supervisor")
+    Path(path).write_text(text)

@@ -1,0 +1,35 @@
+"""What a supervisor reports of a worker's end, and the endpoint that passes it on to the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExit:
+    """End of a worker, as its supervisor reports it.
+
+    Attributes:
+        local_rank: the worker's, in the start's first generation.
+        member: the worker's member id; "" for a server of merges.
+        name: what messages call the worker.
+        text: how it ended, a sentence that begins with the name.
+        failed: whether it didn't end well.
+    """
+
+    local_rank: int
+    member: str
+    name: str
+    text: str
+    failed: bool
+
+
+class SupervisorEndpoint(Protocol):
+    """Supervisor's end of the connections to the run's members."""
+
+    def exited(self, end: WorkerExit) -> None:
+        """Report the end of a worker to the members that are connected; never waits."""
+
+    def close(self) -> None:
+        """End the connections; all workers of the machine have ended."""

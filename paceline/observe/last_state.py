@@ -1,0 +1,73 @@
+"""The last known state of a run that no process reports: from the ends of its event files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.event_file import find_event_files
+
+_TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastState:
+    """Last known state of a run.
+
+    Attributes:
+        generation: the number of its newest generation; None: it has none.
+        steps: the number of steps that a member completed in it, or from which it continued.
+        checkpoint: the number of steps in the newest checkpoint; None: none is named.
+        ended: whether a member recorded the end of the run.
+    """
+
+    generation: int | None = None
+    steps: int = 0
+    checkpoint: int | None = None
+    ended: bool = False
+
+
+def last_state(run: Path) -> LastState:
+    """Read the ends of a run's event files.
+
+    Raises:
+        OSError: one can't be read.
+    """
+    return of_events(event for _, path in find_event_files(run) for event in _tail(path))
+
+
+def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
+    """Return the state that the last events of all members show."""
+    generation: int | None = None
+    steps, checkpoint, ended = 0, None, False
+    for event in events:
+        kind, number = event.get("event"), event.get("generation")
+        if not isinstance(number, int):
+            continue
+        if generation is None or number > generation:
+            generation, steps, ended = number, 0, False
+        if kind == "checkpoint":
+            checkpoint = max(checkpoint or 0, event["step"])
+        if number == generation:
+            if kind in ("step", "restore"):
+                steps = max(steps, event["step"] + (kind == "step"))
+            ended |= kind == "end"
+    return LastState(generation=generation, steps=steps, checkpoint=checkpoint, ended=ended)
+
+
+def _tail(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last events of a file, without the torn lines at both ends."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")
+    for line in lines[size > _TAIL_BYTES : -1]:
+        with suppress(ValueError):  # damaged: `paceline ledger` names it
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event

@@ -1,0 +1,52 @@
+"""Recorder of the leader: what only rank 0 shows or sends, such as the console and the trackers.
+
+generation    3          4 (member b has become rank 0)
+member a      open       lost
+member b      closed     open
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from paceline.recorder import NullRecorder, Recorder
+
+
+class LeaderRecorder(NullRecorder):
+    """Recorder on every member that passes events on while this process is the leader.
+
+    Args:
+        leads: returns whether this process is the leader of the present generation.
+        open_recorders: opens the leader's recorders.
+    """
+
+    def __init__(
+        self, leads: Callable[[], bool], open_recorders: Callable[[], Sequence[Recorder]]
+    ) -> None:
+        self._leads, self._open_recorders = leads, open_recorders
+        self._recorders: Sequence[Recorder] | None = None
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Open the recorders if this process has become the leader; close them if it no longer is.
+
+        Called by the main thread, at the start and after each change of generation.
+        """
+        if not self._leads():
+            self.close()
+        elif self._recorders is None:
+            self._recorders = self._open_recorders()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Pass an event on, as the leader."""
+        for recorder in self._recorders or ():
+            recorder.event(name, **fields)
+
+    def close(self) -> None:
+        """Close the recorders, also where one fails; its error is raised in the end."""
+        recorders, self._recorders = self._recorders, None
+        with ExitStack() as closing:
+            for recorder in recorders or ():
+                closing.callback(recorder.close)

@@ -1,0 +1,265 @@
+"""Backups of snapshots: the own part goes to the backup holder, and others' copies are held here.
+
+    main thread      hold ──▶ queue                    acknowledges?  ── yes ──▶ step summary
+    backup thread         pack, channel.send                ▲
+    channel's thread   receive ─ record ─▶ confirmation     confirm
+
+A snapshot is acknowledged once the holder has confirmed the own part, unless the machine has
+promised to end the generation. What is held is recorded before it is confirmed or acknowledged, and
+a smaller list before anything is dropped: a vote that begins at any moment finds what it lists.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from paceline.errors import CommError, CommTimeout, ConfigError
+from paceline.run.backup.backup_channel import BackupChannel, HeldParts, RecordHeld
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.part_copies import Bytes, PartCopies, is_of
+from paceline.state.snapshots import SnapshotName
+
+_END_LIMIT = 5.0  # seconds that the end waits for a part that is being sent
+_ENDS = "The present generation of the world ends, because a peer was lost."
+
+
+class _Own(NamedTuple):
+    """Held snapshot: this member's id, the ids of all owners, its number of completed steps."""
+
+    owner: str
+    whole: frozenset[str]
+    completed: int
+
+
+class SnapshotBackup:
+    """Backups of one member: its parts on the backup holders, and the copies that it holds.
+
+    Args:
+        channel: carries parts to the holders.
+        record_held: records what this member holds.
+    """
+
+    def __init__(self, channel: BackupChannel, record_held: RecordHeld) -> None:
+        self._channel, self._record_held = channel, record_held
+        self._changed = threading.Condition()  # guards all that follows
+        self._own: dict[SnapshotName, _Own] = {}
+        self._copies = PartCopies()
+        self._confirmed: set[SnapshotName] = set()
+        self._acknowledged: set[SnapshotName] = set()
+        self._prefix = ""  # of the names whose copies are accepted; "" between generations
+        self._interrupted = False
+        self._failure: ConfigError | None = None
+        self._queue: SimpleQueue[tuple[str, SnapshotName, str, OwnPart] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin_generation(self, prefix: str) -> None:
+        """Accept the copies of a generation's snapshots, before its ranks connect.
+
+        Args:
+            prefix: prefix of the snapshots' names: the generation's `key_prefix`.
+        """
+        with self._changed:
+            self._prefix, self._interrupted = prefix, False
+            self._record()
+
+    def hold(
+        self,
+        name: SnapshotName,
+        part: OwnPart,
+        *,
+        owner: str,
+        holder: str | None,
+        whole: Iterable[str],
+        completed: int,
+    ) -> None:
+        """Record a snapshot that is held, and send the own part in the background.
+
+        Args:
+            name: of the snapshot.
+            part: the own part; its memory stays as it is until the part is confirmed.
+            owner: this member's id.
+            holder: the backup holder's id; None: there is no other member, and nothing is sent.
+            whole: ids of all members whose parts make up the snapshot.
+            completed: the number of completed steps in it.
+        """
+        with self._changed:
+            self._own[name] = _Own(owner, frozenset(whole), completed)
+            self._record()
+            if holder is None:
+                self._confirmed.add(name)
+                return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, name="paceline-backup", daemon=True)
+            self._thread.start()
+        self._queue.put((holder, name, owner, part))
+
+    def holds(self, name: SnapshotName) -> bool:
+        """Return whether a snapshot was given to `hold`, and wasn't dropped since."""
+        with self._changed:
+            return name in self._own
+
+    def acknowledges(self, name: SnapshotName) -> bool:
+        """Return whether this rank acknowledges a snapshot: it is held, and its part confirmed.
+
+        Raises:
+            ConfigError: the own part has values of which no copy can be made.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            ready = name in self._own and name in self._confirmed
+            if ready and name not in self._acknowledged and self._record():
+                self._acknowledged.add(name)
+            return name in self._acknowledged
+
+    def wait(self, name: SnapshotName, limit: float) -> None:
+        """Wait until this rank acknowledges a snapshot.
+
+        Raises:
+            ConfigError: as `acknowledges`.
+            CommTimeout: the backup holder didn't confirm its copy within `limit` seconds.
+            CommError: the generation ends.
+        """
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: self._interrupted or self._failure or name in self._confirmed, limit
+            )
+            if not ended:
+                raise CommTimeout(
+                    f"The backup holder didn't confirm its copy of the snapshot before step "
+                    f"{name.step} within {limit:g} s."
+                )
+        if not self.acknowledges(name):
+            raise CommError(_ENDS)
+
+    def commit(self, name: SnapshotName, retained: Collection[SnapshotName]) -> None:
+        """Drop the copies that a committed snapshot supersedes; the caller then drops snapshots.
+
+        Args:
+            name: of the committed snapshot.
+            retained: the snapshots that are held here from now on.
+
+        Raises:
+            CommError: the machine has promised to end the generation: nothing is dropped.
+        """
+        with self._changed:
+            dropped = self._copies.superseded(name, self._prefix)
+            own = {each: parts for each, parts in self._own.items() if each in retained}
+            if not self._record_held(self._held(own, without=dropped)):
+                raise CommError(_ENDS)
+            self._own = own
+            for each in dropped:
+                self._copies.remove(*each)
+            self._forget_others()
+
+    def leave_generation(self, start: SnapshotName | None) -> None:
+        """Drop all but the snapshot from which the next generation starts; accept no copies."""
+        with self._changed:
+            self._prefix = ""
+            self._own = {name: parts for name, parts in self._own.items() if name == start}
+            self._copies.retain(self._own)
+            self._forget_others()
+
+    def discard(self) -> None:
+        """Drop everything: no snapshots are taken any more."""
+        with self._changed:
+            self._own = {}
+            self._copies.retain(())
+            self._forget_others()
+            self._record()
+
+    def held(self) -> Mapping[SnapshotName, HeldParts]:
+        """Return which parts are held here, of each snapshot that is; from any thread."""
+        with self._changed:
+            return self._held(self._own)
+
+    def parts(self, name: SnapshotName, lost: Iterable[str]) -> list[OwnPart]:
+        """Return the copies that are held here of lost members' parts of a snapshot.
+
+        Raises:
+            CommError: a copy can't be read.
+        """
+        with self._changed:
+            copies = [self._copies.find(name, owner) for owner in lost]
+        return [OwnPart.unpack(copy) for copy in copies if copy is not None]
+
+    def receive(self, name: SnapshotName, owner: str, data: Bytes) -> bool:
+        """Hold a copy of another member's part; called by the channel's thread.
+
+        Args:
+            name: of the snapshot.
+            owner: the other member's id.
+            data: the part, which stays as it is.
+
+        Returns:
+            whether it is held, so that the channel confirms it.
+        """
+        with self._changed:
+            if not is_of(self._prefix, name):
+                return False
+            self._copies.add(name, owner, data)
+            if self._record():
+                return True
+            self._copies.remove(name, owner)
+            return False
+
+    def confirm(self, name: SnapshotName) -> None:
+        """Note that the holder has this member's part; called by the channel's thread."""
+        with self._changed:
+            if name in self._own:
+                self._confirmed.add(name)
+                self._changed.notify_all()
+
+    def interrupt(self) -> None:
+        """End a wait for a confirmation, because the generation ends; from any thread."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread, once it has sent what it is sending, or after a limit."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_END_LIMIT)
+            self._thread = None
+
+    def _send(self) -> None:
+        while (task := self._queue.get()) is not None:
+            holder, name, owner, part = task
+            try:
+                if self._sends(name):
+                    self._channel.send(holder, name, owner, part.pack())
+            except ConfigError as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+            del task, part  # the snapshot's memory, while this thread waits
+
+    def _sends(self, name: SnapshotName) -> bool:
+        """Return whether a part is still to be sent: its generation is the present one."""
+        with self._changed:
+            return name in self._own and is_of(self._prefix, name)
+
+    def _record(self) -> bool:
+        """Record what is held, and return whether it was recorded; the lock is held."""
+        return self._record_held(self._held(self._own))
+
+    def _held(
+        self,
+        own: Mapping[SnapshotName, _Own],
+        without: Sequence[tuple[SnapshotName, str]] = (),
+    ) -> dict[SnapshotName, HeldParts]:
+        held = {}
+        for name, (owner, whole, completed) in own.items():
+            copies = {each for each in self._copies.owners(name) if (name, each) not in without}
+            parts = frozenset({owner, *copies})
+            held[name] = HeldParts(parts=parts, whole=whole, completed=completed)
+        return held
+
+    def _forget_others(self) -> None:
+        """Forget the confirmations of snapshots that aren't held any more."""
+        self._confirmed &= self._own.keys()
+        self._acknowledged &= self._own.keys()

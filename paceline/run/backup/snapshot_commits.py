@@ -1,0 +1,171 @@
+"""Commits of snapshots: each rank acknowledges what it holds; what all acknowledge is committed.
+
+    end of step n    held: the own part leaves to the backup holder
+    end of step m    the holder has confirmed it: acknowledged in summary m, and in later ones
+    boundary m + 2   summary m says that all ranks acknowledge it: committed
+
+A summary counts the ranks that acknowledge the first and the second snapshot that isn't committed
+yet. These are the same ones on all ranks, which take and commit snapshots at the same boundaries.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paceline.cluster.membership.backup_holder import holder_of
+from paceline.cluster.membership.generation import Generation
+from paceline.comm.communicator import total
+from paceline.replica.state.copier import POSITION
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.run.run import Run
+from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
+from paceline.state.snapshots import SnapshotName, Snapshots
+
+
+class SnapshotCommits:
+    """Commits of one rank's snapshots.
+
+    Args:
+        run: the run, whose present ranks acknowledge.
+        snapshots: the snapshots.
+        pairs: the number of pairs of a model and an optimizer.
+        device: device of the communicator's tensors.
+        backup: sends the own part to the backup holder; None: no rank has copies, and what is held
+            is acknowledged.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        snapshots: Snapshots,
+        pairs: int,
+        device: torch.device,
+        backup: SnapshotBackup | None,
+    ) -> None:
+        self._run, self._snapshots, self._pairs, self._device = run, snapshots, pairs, device
+        self._backup = backup
+        self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
+        self._acknowledged: deque[SnapshotName] = deque()  # by all ranks; to be committed
+        self.enter_generation(run.context.group.generation)
+
+    def report(self, step: int) -> Sequence[bool]:
+        """Return what this rank reports with a step: which uncommitted snapshots it acknowledges.
+
+        Raises:
+            ConfigError: the own part has values of which no copy can be made.
+        """
+        names = self._reported[step] = self._snapshots.uncommitted
+        marks = [self._acknowledges(name) for name in names]
+        return [*marks, *NONE_ACKNOWLEDGED[len(marks) :]]
+
+    def receive(self, summary: StepSummary) -> None:
+        """Take note of what all ranks acknowledge by a summary; at the same boundary on all."""
+        marks = zip(self._reported.pop(summary.step, ()), summary.acknowledged, strict=False)
+        uncommitted = self._snapshots.uncommitted
+        self._acknowledged.extend(name for name, mark in marks if mark and name in uncommitted)
+
+    def commit_next(self) -> SnapshotName | None:
+        """Commit the oldest snapshot that all ranks acknowledge; return its name, None without one.
+
+        Raises:
+            CommError: this machine has promised to end the generation.
+        """
+        if not self._acknowledged:
+            return None
+        name = self._acknowledged.popleft()
+        if self._backup is not None:
+            held = self._snapshots.held
+            self._backup.commit(name, held[held.index(name) :])
+        self._snapshots.commit(name)
+        return name
+
+    def wait(self) -> bool:
+        """Wait until all ranks acknowledge all snapshots that all hold; collective.
+
+        Returns:
+            whether there is one to commit.
+
+        Raises:
+            ConfigError: as `report`.
+            CommError: a peer was lost, or silent.
+        """
+        names, context = self._snapshots.uncommitted, self._run.context
+        if not names:
+            return False
+        if self._backup is not None:
+            for name in names:
+                if not self._acknowledges(name):
+                    self._backup.wait(name, context.limits[1])
+            if not context.summaries.alone:
+                ready = torch.ones(1, device=self._device)
+                total(context.communicator, ready, "the acknowledgement of a snapshot")
+        self._acknowledged.extend(names)
+        return True
+
+    def own_part(self, name: SnapshotName) -> OwnPart:
+        """Return what this rank alone has of a held snapshot, whose memory it shares."""
+        return OwnPart.of(self._snapshots.state(name), self._pairs)
+
+    def members(self, name: SnapshotName) -> Sequence[str]:
+        """Return the ids of all members whose parts make up a held snapshot."""
+        members: Sequence[str] = self._snapshots.state(name)[POSITION]["members"]
+        return members
+
+    def held_parts(self, name: SnapshotName) -> frozenset[str]:
+        """Return the ids of the members whose part of a held snapshot is here; own and copies."""
+        if self._backup is not None and self._backup.holds(name):
+            return self._backup.held()[name].parts
+        return frozenset({self._run.context.group.member.id} & set(self.members(name)))
+
+    def backup_parts(self, name: SnapshotName, lost: Iterable[str]) -> list[OwnPart]:
+        """Return the copies held here of what a snapshot has of lost members, given by their ids.
+
+        Raises:
+            CommError: a copy can't be read.
+        """
+        return [] if self._backup is None else self._backup.parts(name, lost)
+
+    def discard(self) -> None:
+        """Forget all snapshots, which are dropped, and all copies."""
+        self._acknowledged.clear()
+        if self._backup is not None:
+            self._backup.discard()
+
+    def leave_generation(self, start: SnapshotName) -> None:
+        """Forget all snapshots and copies, but of the one from which the next generation starts."""
+        self._reported.clear()
+        self._acknowledged.clear()
+        if self._backup is not None:
+            self._backup.leave_generation(start)
+            if not self._backup.holds(start):  # the step didn't end, or another rank sent it
+                self._hold(self._backup, start, None)
+
+    def enter_generation(self, generation: Generation) -> None:
+        """Accept copies of a generation's snapshots, before its ranks connect."""
+        if self._backup is not None:
+            self._backup.begin_generation(generation.key_prefix)
+
+    def _acknowledges(self, name: SnapshotName) -> bool:
+        """Return whether this rank acknowledges a held snapshot, whose part leaves if it is new."""
+        if self._backup is None:
+            return True
+        if not self._backup.holds(name):
+            group = self._run.context.group
+            holder = holder_of(group.generation, group.rank)
+            self._hold(self._backup, name, holder)
+        return self._backup.acknowledges(name)
+
+    def _hold(self, backup: SnapshotBackup, name: SnapshotName, holder: int | None) -> None:
+        group = self._run.context.group
+        backup.hold(
+            name,
+            self.own_part(name),
+            owner=group.member.id,
+            holder=None if holder is None else group.generation.members[holder].id,
+            whole=self.members(name),
+            completed=self._snapshots.state(name)[POSITION]["number"],
+        )

@@ -1,0 +1,252 @@
+"""A worker's membership: its control line, its machine's record, the witness, the next generation.
+
+each process     publish an address ── await those of all members ── connect ── begin
+a lost peer      next_generation: the vote's outcome, as a successor for the step driver
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import (
+    Change,
+    Membership,
+    OutsideWorld,
+    control_secret,
+    supervisor_key,
+    supervisor_name,
+)
+from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.membership.witness import Witness
+from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.errors import CommError, many
+from paceline.run.backup.backup_channel import HeldParts
+from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
+from paceline.run.steps import Successor
+from paceline.state.snapshots import SnapshotName
+
+_BACKUP, _CONFIRMED = "backup", "confirmed"
+
+
+def join_membership(
+    group: Group, store: Store, *, options: EvidenceOptions, limit: float
+) -> tuple[Group, MemberLink | None]:
+    """Connect a process's control line with those of all members; collective.
+
+    Args:
+        group: all ranks of the first generation, as this one sees them.
+        store: the store of the start.
+        options: limits of silence.
+        limit: seconds to wait for the other members.
+
+    Returns:
+        the group, whose generation names the witness if there is one; and the link to the
+        membership, None in a world of one rank.
+
+    Raises:
+        CommError: a member didn't come in time, or can't be reached.
+    """
+    if group.size == 1:
+        return group, None
+    key = f"{group.generation.key_prefix}/witness"
+    nonce = Witness.create(store, key=key)
+    group = replace(group, generation=replace(group.generation, witness=nonce))
+    generation, member = group.generation, group.member
+    membership = Membership(
+        generation,
+        member,
+        secret=control_secret(generation),
+        acceptor=MachineAcceptor(_open_record(group, store, limit), member.machine),
+        witness=Witness(store, nonce, key=key) if nonce else None,
+        options=options,
+    )
+    try:
+        _connect(membership, generation, member, store, limit)
+    except BaseException:
+        membership.close()
+        raise
+    return group, MemberLink(membership, generation)
+
+
+def _open_record(group: Group, store: Store, limit: float) -> AcceptorRecord:
+    """Open the acceptor record that this machine's supervisor made, or its first process."""
+    generation, machine = group.generation, group.machine
+    if store.check([supervisor_key(generation, machine)]):
+        entry = json.loads(store.get(supervisor_key(generation, machine)))
+        return AcceptorRecord.open(entry["record"])
+    key = f"{generation.key_prefix}/record/{machine}"
+    if group.local_rank == 0:
+        record = AcceptorRecord.make()
+        store.set(key, record.path)
+        return record
+    first = generation.describe(generation.rank_of(machine, 0))
+    await_keys(store, [key], limit, lambda _: f"{first} didn't make the acceptor record.")
+    return AcceptorRecord.open(store.get(key).decode())
+
+
+def _connect(
+    membership: Membership, generation: Generation, member: Member, store: Store, limit: float
+) -> None:
+    deadline = monotonic() + limit
+    line, prefix = membership.line, f"{generation.key_prefix}/control"
+    store.set(f"{prefix}/{member.id}", json.dumps([member.address, line.port]))
+    keys = {f"{prefix}/{one.id}": rank for rank, one in enumerate(generation.members)}
+
+    def missing_text(missing: list[str]) -> str:
+        names = ", ".join(generation.describe(keys[key]) for key in missing)
+        return f"{names} didn't open a control line within {limit:g} s."
+
+    await_keys(store, list(keys), limit, missing_text)
+    for key, one in zip(keys, generation.members, strict=True):
+        address, port = json.loads(store.get(key))
+        line.expect(one.id, address, port)
+    for machine in generation.machines:
+        if store.check([supervisor_key(generation, machine)]):
+            entry: dict[str, Any] = json.loads(store.get(supervisor_key(generation, machine)))
+            line.expect(supervisor_name(machine), entry["address"], entry["port"], dial=True)
+    missing = line.wait_connected(
+        [one.id for one in generation.members], max(0.0, deadline - monotonic())
+    )
+    if missing:
+        ids = [one.id for one in generation.members]
+        names = ", ".join(generation.describe(ids.index(one)) for one in sorted(missing))
+        raise CommError(
+            f"the control line doesn't reach {names} within {limit:g} s: check firewalls between "
+            "the machines; any port above 1024 may be used."
+        )
+
+
+class MemberLink:
+    """Link of a run to its membership: backups, held snapshots, and the next generation.
+
+    Args:
+        membership: the membership.
+        generation: the first generation.
+
+    Attributes:
+        backup: sends what this rank alone has to its backup holder.
+    """
+
+    def __init__(self, membership: Membership, generation: Generation) -> None:
+        self._membership, self._generation = membership, generation
+        self._run: Run | None = None
+        self.backup = SnapshotBackup(self, self._record_held)
+        membership.handle(_BACKUP, self._receive)
+        membership.handle(_CONFIRMED, self._confirm)
+
+    def begin(self, run: Run) -> None:
+        """Take part in votes from now on; the run's first generation has its number."""
+        self._run, self._generation = run, run.context.group.generation
+        self._membership.begin(self._generation)
+
+    def attach(self, context: GenerationContext) -> None:
+        """Let the loss of a member interrupt a context's waits."""
+
+        def interrupt() -> None:
+            context.interrupt()
+            self.backup.interrupt()
+
+        self._membership.attach(context.group.generation, interrupt)
+
+    def store_of(self, group: Group) -> Store:
+        """Return the store of a later generation."""
+        return self._membership.store_of(group)
+
+    def next_generation(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
+        """Wait for the decision about the next generation, and report it.
+
+        Raises:
+            OutsideWorld: this member isn't in it, there is none, or it has no state to start from.
+        """
+        assert self._run is not None
+        change = self._membership.next_generation(self._generation, error)
+        generation = self._generation = change.generation
+        if not generation.start_token:
+            sentence = (
+                f"{_reasons(change)}. With that, all copies of a part of the state are lost, and "
+                "no snapshot in memory is whole."
+            )
+            if generation.leader.id == self._membership.id:
+                print_message(sentence)  # the supervisor reports the first loss alone
+            raise OutsideWorld(sentence)
+        ids = [member.id for member in generation.members]
+        group = Group.world(generation, ids.index(self._membership.id))
+        waited = change.decided_at - change.detected_at
+        self._run.recorder.event(
+            "change",
+            generation=generation.number,
+            members=ids,
+            lost=[member.id for member in change.lost],
+            reasons=[str(reason) for reason in change.reasons],
+            start=generation.start,
+            seconds=waited,
+        )
+        if group.rank == 0:
+            size, start = many(group.size, "process"), generation.start
+            verb = "continues" if group.size == 1 else "continue"
+            print_message(
+                f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
+                f"{generation.number}, decided after {waited:.2f} s."
+            )
+        token, _, step = generation.start_token.rpartition(":")
+        start_name = SnapshotName(token, int(step))
+        return Successor(group=group, start=start_name)
+
+    def leave(self) -> None:
+        """Report that this member ends well."""
+        self._membership.leave()
+
+    def close(self) -> None:
+        """End the backups and the membership."""
+        self.backup.interrupt()
+        self.backup.close()
+        self._membership.close()
+
+    def send(
+        self, holder: str, name: SnapshotName, owner: str, chunks: Sequence[memoryview]
+    ) -> None:
+        """Send a part to its backup holder, as `BackupChannel` does."""
+        body: dict[str, Any] = {"token": name.token, "step": name.step, "owner": owner}
+        self._membership.line.send(holder, _BACKUP, body, b"".join(chunks))
+
+    def _receive(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        name = SnapshotName(body["token"], body["step"])
+        if self.backup.receive(name, body["owner"], data):
+            confirmed: dict[str, Any] = {"token": name.token, "step": name.step}
+            self._membership.line.send(peer, _CONFIRMED, confirmed)
+
+    def _confirm(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        self.backup.confirm(SnapshotName(body["token"], body["step"]))
+
+    def _record_held(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
+        """Record what is held in the machine's acceptor record, as `RecordHeld` does."""
+        records = tuple(
+            Held(
+                generation=name.token.split("/")[1],
+                token=f"{name.token}:{name.step}",
+                step=each.completed,
+                parts=tuple(sorted(each.parts)),
+                members=len(each.whole),
+            )
+            for name, each in held.items()
+        )
+        return self._membership.acknowledge(self._generation, records)
+
+
+def _reasons(change: Change) -> str:
+    """Return why members were lost, without the stop."""
+    reasons = "; ".join(str(reason).rstrip(".") for reason in change.reasons)
+    return reasons or "A connection between members was lost"

@@ -1,0 +1,69 @@
+"""Transfer of a checkpoint at a start: to the ranks whose machine lacks the file, in pieces.
+
+rank     0         1         2
+reads    -         the file  the file
+receives ◀── rank 1 sends        where all ranks have the file, nothing is sent
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.communicator import gather_bytes
+from paceline.errors import CheckpointError
+from paceline.run.run import Run
+from paceline.state.checkpoint_files import load_state, read_checkpoint
+
+PIECE = 16 * 2**20  # bytes that are sent at once
+_READ = b"\0"  # a rank's report, unless it is the sentence of an error
+
+
+def fetch_checkpoint(
+    run: Run, device: torch.device, path: Path | None, size: int
+) -> dict[str, Any]:
+    """Return the contents of a checkpoint on all ranks, in this machine's memory; collective.
+
+    Args:
+        run: connects the ranks.
+        device: where tensors of collectives live.
+        path: the file on this rank's machine; None if the machine lacks it.
+        size: of the file, in bytes.
+
+    Raises:
+        CheckpointError: no rank can read the file; the sentence is that of the first one.
+        CommError: a rank didn't come in time.
+    """
+    communicator, state, report = run.context.communicator, None, b""
+    if path is not None:
+        try:
+            state, report = read_checkpoint(path), _READ
+        except CheckpointError as error:
+            report = str(error).encode()
+    reports = gather_bytes(communicator, report, device, "the reading of a checkpoint")
+    if _READ not in reports:
+        raise CheckpointError(next(filter(None, reports)).decode())
+    source = reports.index(_READ)
+    if all(each == _READ for each in reports):
+        assert state is not None
+        return state
+    received = io.BytesIO()
+    file = None if communicator.rank != source or path is None else path.open("rb")
+    try:
+        for start in range(0, size, PIECE):
+            length = min(PIECE, size - start)
+            piece = torch.zeros(length, dtype=torch.uint8)  # of ranks that send nothing
+            if file is not None:
+                piece = torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8)
+            piece = piece.to(device)
+            communicator.all_reduce(piece).wait("the transfer of a checkpoint")
+            if state is None:
+                received.write(piece.cpu().numpy().tobytes())
+    finally:
+        if file is not None:
+            file.close()
+    received.seek(0)
+    return load_state(received, str(path or "the checkpoint")) if state is None else state

@@ -1,0 +1,231 @@
+"""Members decide the next generation over real connections; each is an object of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+
+from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import Change, Membership, OutsideWorld
+from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.membership.witness import Witness
+from paceline.cluster.stores.folder_store import FolderStore
+from paceline.errors import CommError, CommTimeout
+from tests.harness.processes.worlds import world_of
+
+LIMIT = 20.0
+OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
+LOST = CommError("a peer was lost.")
+
+
+class Members:
+    """Members of one world, by rank."""
+
+    def __init__(
+        self,
+        machines: tuple[int, ...],
+        witness: Callable[[], Witness] | None = None,
+        nonce: str = "",
+    ) -> None:
+        self._stack = ExitStack()
+        generation = world_of(machines, 0).generation
+        self.generation = Generation(
+            number=0, token="first", members=generation.members, witness=nonce
+        )
+        self.interrupted = [threading.Event() for _ in generation.members]
+        records: dict[int, AcceptorRecord] = {}
+        self.all: list[Membership] = []
+        for member in generation.members:
+            record = records.get(member.machine)
+            record = AcceptorRecord.make() if record is None else AcceptorRecord.open(record.path)
+            records.setdefault(member.machine, record)
+            self.all.append(
+                Membership(
+                    self.generation,
+                    member,
+                    secret=b"secret",
+                    acceptor=MachineAcceptor(record, member.machine),
+                    witness=None if witness is None else witness(),
+                    options=OPTIONS,
+                )
+            )
+        for one in self.all:
+            for member, other in zip(generation.members, self.all, strict=True):
+                one.line.expect(member.id, "127.0.0.1", other.line.port)
+        for rank, one in enumerate(self.all):
+            ids = [member.id for member in generation.members]
+            assert not one.line.wait_connected(ids, LIMIT)
+            one.begin(self.generation)
+            one.attach(self.generation, self.interrupted[rank].set)
+
+    def kill(self, rank: int) -> None:
+        """End a member's connections, as the kernel does for a killed process."""
+        self.all[rank].line.close()
+
+    def next(
+        self, ranks: tuple[int, ...], present: Generation | None = None, error: CommError = LOST
+    ) -> list[Change | CommError]:
+        """Let members leave a generation together; return what each gets."""
+        found: dict[int, Change | CommError] = {}
+
+        def leave(rank: int) -> None:
+            try:
+                found[rank] = self.all[rank].next_generation(present or self.generation, error)
+            except CommError as refused:
+                found[rank] = refused
+
+        threads = [threading.Thread(target=leave, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        return [found[rank] for rank in ranks]
+
+    def close(self) -> None:
+        for one in self.all:
+            one.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Members]]:
+    with ExitStack() as stack:
+
+        def made(*args: object) -> Members:
+            members = Members(*args)  # type: ignore[arg-type]
+            stack.callback(members.close)
+            return members
+
+        yield made
+
+
+def ids(members: Members, *ranks: int) -> set[str]:
+    return {members.generation.members[rank].id for rank in ranks}
+
+
+def held_by(members: Members, rank: int, step: int) -> Held:
+    generation = members.generation
+    parts = tuple(member.id for member in generation.members)  # all, as with one worker's own
+    assert parts[rank]
+    return Held(
+        generation=generation.id, token=generation.key_prefix, step=step, parts=parts, members=3
+    )
+
+
+def agreed(found: list[Change | CommError]) -> Generation:
+    generations = [one.generation for one in found if isinstance(one, Change)]
+    assert len(generations) == len(found), found
+    assert all(one == generations[0] for one in generations)
+    return generations[0]
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1), (3,)])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_others_agree_on_a_generation_without_a_lost_member(
+    machines: tuple[int, ...], lost: int, make: Callable[..., Members]
+) -> None:
+    members = make(machines)
+    for rank, one in enumerate(members.all):
+        steps = [4, 6] if rank != 1 else [4]
+        held = tuple(held_by(members, rank, step) for step in steps)
+        assert one.acknowledge(members.generation, held)
+    others = tuple({0, 1, 2} - {lost})
+    members.kill(lost)
+    for rank in others:
+        if machines == (2, 1) and lost == 0:
+            break  # its record lives on in rank 1
+        assert members.interrupted[rank].wait(LIMIT)
+    value = agreed(members.next(others))
+    assert {member.id for member in value.members} == ids(members, *others)
+    assert value.number == 1
+    assert value.start == (6 if lost == 1 else 4)
+    assert value.ancestors == members.generation.lineage
+    held = held_by(members, others[0], 7)
+    assert not members.all[others[0]].acknowledge(members.generation, (held,))
+
+
+def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1, 1, 1))
+    members.kill(4)
+    first = agreed(members.next((0, 1, 2, 3)))
+    members.kill(0)
+    second = agreed(members.next((1, 2, 3), first))
+    assert {member.id for member in second.members} == ids(members, 1, 2, 3)
+    assert second.number == 2
+
+
+def test_a_world_whose_members_all_live_continues_with_all(make: Callable[..., Members]) -> None:
+    """A data connection broke, but no process is lost."""
+    members = make((1, 1, 1))
+    value = agreed(members.next((0, 1, 2)))
+    assert {member.id for member in value.members} == ids(members, 0, 1, 2)
+
+
+def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1))
+    members.kill(1)
+    value = agreed(members.next((0,)))
+    assert {member.id for member in value.members} == ids(members, 0)
+    other = make((1, 1))
+    other.kill(0)
+    (refused,) = other.next((1,))
+    assert isinstance(refused, OutsideWorld)
+    assert "reaches 1 of 2 machines" in str(refused)
+
+
+def test_a_witness_lets_either_machine_of_a_pair_continue(
+    make: Callable[..., Members], tmp_path: object
+) -> None:
+    def open_witness() -> Witness:
+        return Witness(store, nonce)
+
+    store = FolderStore(tmp_path, "run", timedelta(seconds=LIMIT), make=True)  # type: ignore[arg-type]
+    nonce = Witness.create(store)
+    members = make((1, 1), open_witness, nonce)
+    members.kill(0)
+    value = agreed(members.next((1,)))
+    assert {member.id for member in value.members} == ids(members, 1)
+
+
+def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    for one in members.all:
+        one.report_progress(3)
+    began = time.monotonic()
+    while time.monotonic() - began < OPTIONS.timeout + 1.5:
+        assert not any(event.wait(0.1) for event in members.interrupted)
+    value = agreed(members.next((0, 2), error=CommTimeout("a timeout.")))
+    assert {member.id for member in value.members} == ids(members, 0, 2)
+    (refused,) = members.next((1,))
+    assert isinstance(refused, OutsideWorld)
+    assert "expelled" in str(refused)
+
+
+def test_a_store_of_a_later_generation_serves_its_members(make: Callable[..., Members]) -> None:
+    members = make((1, 1, 1))
+    members.kill(0)
+    value = agreed(members.next((1, 2)))
+    groups = [Group.world(value, rank) for rank in range(2)]
+    stores = [members.all[rank + 1].store_of(group) for rank, group in enumerate(groups)]
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+
+
+def test_a_member_that_ends_well_is_no_loss(make: Callable[..., Members]) -> None:
+    members = make((1, 1, 1))
+    members.all[2].leave()
+    members.kill(2)
+    assert not members.interrupted[0].wait(0.6)

@@ -1,0 +1,58 @@
+"""What a lost member alone owned comes from its backup holder's copy, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli import ledger
+from tests.harness.equivalence.backup_members import BackupMembers
+from tests.harness.equivalence.large_batch import largest_difference
+from tests.harness.equivalence.snapshot_ranks import first_difference
+from tests.harness.equivalence.trainer_breaks import drawn
+from tests.harness.equivalence.trainer_rollbacks import (
+    EPOCHS,
+    FLOAT32,
+    FLOAT64,
+    SAMPLES,
+    TrainerRollbacks,
+)
+
+NOTIFIED = ("--sync", "notified", "--bucket_mb", "0.1")
+SHARDED = (*NOTIFIED, "--update", "sharded")
+CASES = {
+    "notified": (*NOTIFIED, *FLOAT64),
+    "sharded": (*SHARDED, *FLOAT64),
+    "int8": (*NOTIFIED, *FLOAT32, "--wire", "int8"),
+    "sharded int8": (*SHARDED, *FLOAT32, "--wire", "int8"),
+}
+LOSSY = {"int8": 1e-3, "sharded int8": 1e-3}
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_continues_with_the_copy_of_a_lost_members_part(
+    name: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], (1, 1, 1))
+    backups = BackupMembers()
+    run = TrainerRollbacks(
+        tmp_path / "run", CASES[name], (1, 1, 1), drawn(4, [3], 3), [(lost,)], backups
+    )
+    (undisturbed, *_), states = plain.run(), run.run()
+    backups.close()
+    ((own, copied),) = run.restored
+    assert not first_difference(asdict(own), asdict(copied))
+    present = [state for rank, state in enumerate(states) if rank != lost]
+    assert all(torch.equal(present[0][key], value) for key, value in present[1].items())
+    assert largest_difference(present[0], undisturbed) < LOSSY.get(name, 1e-10)
+    if name == "notified":
+        assert max(backups.delivered) < 500  # bytes: the sums of a step that weren't received
+    capsys.readouterr()
+    assert ledger.main([str(run.folder), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS

@@ -1,0 +1,143 @@
+"""The fault suite: processes of `paceline train` are killed in mid-run, and the others continue."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from paceline.cli.main import main
+from tests.harness.processes.command import Result, all_end, rows_of
+from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, proof_of
+
+SYNCS = {
+    "allreduce": ("--sync", "allreduce"),
+    "replicated": ("--sync", "notified", "--update", "replicated", "--bucket_mb", "0.01"),
+    "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
+}
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
+    """The weights of one worker that trains the same data alone."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = FaultRun(folder, *SYNCS["allreduce"], workers=1)
+    run.release()
+    ended = run.wait()
+    assert ended.status == 0, ended.text
+    return run.weights()
+
+
+def requires_exact(run: FaultRun) -> None:
+    """Require that the run's files prove that each sample was trained once, in all epochs."""
+    proof = proof_of(run.run_folder)
+    assert proof.exact, proof.faults
+    assert proof.done == proof.extent.steps * proof.extent.epochs
+
+
+def requires_trained(
+    run: FaultRun, continued: list[int], undisturbed: Mapping[str, Tensor]
+) -> None:
+    """Require that these workers' processes, and no new ones, trained to the same weights."""
+    requires_exact(run)
+    assert run.evaluated() <= set(run.pids.values())
+    assert run.completed() == continued
+    for local_rank in continued:
+        weights = run.weights_of(local_rank)
+        assert distance(weights, undisturbed) < EXACT
+        assert distance(weights, run.weights_of(continued[0])) == 0
+
+
+def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> None:
+    """Require that a line names each lost worker, and one the processes that continue."""
+    for rank in lost:
+        assert f"rank {rank} on machine 0 " in ended.text
+    left = run.count - len(lost)
+    words = "process continues" if left == 1 else "processes continue"
+    assert f" was killed by SIGKILL. {left} {words} from step " in ended.text, ended.text
+    assert "Traceback" not in ended.text
+
+
+@pytest.mark.parametrize(
+    ("sync", "workers", "lost"),
+    [
+        ("allreduce", 3, (1,)),
+        ("replicated", 3, (0,)),
+        ("sharded", 3, (2,)),
+        ("sharded", 3, (0,)),
+        ("allreduce", 4, (0, 2)),
+        ("sharded", 4, (1, 3)),
+    ],
+    ids=str,
+)
+def test_the_others_continue_in_their_processes_where_workers_are_killed(
+    tmp_path: Path,
+    undisturbed: Mapping[str, Tensor],
+    sync: str,
+    workers: int,
+    lost: tuple[int, ...],
+) -> None:
+    run = FaultRun(tmp_path, *SYNCS[sync], workers=workers)
+    run.reach(FIRST_KILL)
+    run.kill(*lost)
+    run.release()
+    ended = run.wait()
+    assert ended.status == 0, ended.text
+    requires_reported(ended, run, lost)
+    requires_trained(run, [rank for rank in range(workers) if rank not in lost], undisturbed)
+    assert distance(run.weights(), undisturbed) < EXACT
+    assert [row["epoch"] for row in rows_of(run.run_folder)] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(("sync", "lost"), [("replicated", (1, 2)), ("sharded", (0, 1))], ids=str)
+def test_a_run_that_lost_a_part_of_its_state_reports_it_and_the_same_command_resumes_it(
+    tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str, lost: tuple[int, ...]
+) -> None:
+    run = FaultRun(tmp_path, *SYNCS[sync])
+    run.reach(FIRST_KILL)
+    run.kill(*lost)
+    run.release()
+    ended = run.wait()
+    assert ended.status == 1, ended.text
+    lost_all = "With that, all copies of a part of the state are lost, and no snapshot in memory is"
+    assert lost_all in ended.text
+    assert "Traceback" not in ended.text
+    again = run.again()
+    assert again.status == 0, again.text
+    requires_exact(run)
+    assert distance(run.weights(), undisturbed) < EXACT
+
+
+def test_workers_train_to_the_end_without_their_supervisor(
+    tmp_path: Path, undisturbed: Mapping[str, Tensor]
+) -> None:
+    run = FaultRun(tmp_path, *SYNCS["sharded"])
+    run.reach(FIRST_KILL)
+    run.kill_supervisor()
+    run.release()
+    ended = run.wait()
+    assert ended.status == -signal.SIGKILL, ended.text
+    assert ended.text.count("the supervisor of process ") == 3
+    assert "Finished after " in ended.text
+    assert all_end(run.workers())
+    requires_trained(run, [0, 1, 2], undisturbed)
+    assert distance(run.weights(), undisturbed) < EXACT
+
+
+def test_stop_ends_workers_without_their_supervisor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = FaultRun(tmp_path, *SYNCS["replicated"], epochs=100_000)
+    run.reach(FIRST_KILL)
+    run.kill_supervisor()
+    run.release()
+    capfd.readouterr()
+    assert main(["stop", str(run.run_folder)]) == 0
+    assert "run r is stopped: 3 processes on this machine ended." in capfd.readouterr().out
+    assert all_end(run.workers(), limit=1)
+    assert proof_of(run.run_folder).exact
+    assert "is saved in runs/r" in run.wait().text

@@ -1,0 +1,45 @@
+"""The leader's recorders are open while a member is rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.observe.leader_recorder import LeaderRecorder
+from paceline.recorder import NullRecorder
+
+
+class Shown(NullRecorder):
+    """Recorder that lists what it is given, and its end."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        lines.append("open")
+
+    def event(self, name: str, **fields: Any) -> None:
+        self._lines.append(name)
+
+    def close(self) -> None:
+        self._lines.append("close")
+
+
+def test_recorders_are_opened_and_closed_as_the_leader_changes() -> None:
+    lines: list[str] = []
+    leads = [False]
+    recorder = LeaderRecorder(lambda: leads[0], lambda: [Shown(lines)])
+    recorder.event("step")
+    assert lines == []
+    leads[0] = True
+    recorder.hand_over()
+    recorder.event("run")
+    recorder.hand_over()
+    recorder.event("step")
+    assert lines == ["open", "run", "step"]
+    leads[0] = False
+    recorder.hand_over()
+    recorder.event("step")
+    assert lines == ["open", "run", "step", "close"]
+    leads[0] = True
+    recorder.hand_over()
+    recorder.close()
+    recorder.close()
+    assert lines[4:] == ["open", "close"]
