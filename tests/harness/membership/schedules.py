@@ -22,7 +22,11 @@ from tests.harness.membership.oracle import Violation
 from tests.harness.membership.processes import Faults, Worker
 from tests.harness.membership.world import World
 
-_EVEN_SHAPES = ((1, 1), (1, 1, 1, 1))
+_THEMES = ("fair", "fair", "mixed", "mixed", "split", "split", "rivals", "rivals", "growth")
+_SHAPES_OF = {
+    "split": ((1, 1), (1, 1, 1, 1)),
+    "rivals": ((1, 1), (2, 1), (1, 1, 1), (2, 2, 1), (1, 1, 1, 1)),
+}
 SHAPES = ((1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (2,), (3,), (2, 2))
 _EVENTS = 220
 _NO_FAULTS = Faults()
@@ -48,13 +52,13 @@ class Schedule:
         faults: mistakes of the processes.
     """
 
-    def __init__(self, seed: int, faults: Faults = _NO_FAULTS) -> None:
+    def __init__(self, seed: int, faults: Faults = _NO_FAULTS, theme: str = "") -> None:
         rng = self.rng = random.Random(seed)
-        theme = rng.choice(("fair", "fair", "mixed", "mixed", "split", "split", "growth"))
+        theme = theme or rng.choice(_THEMES)
         self.fair = theme == "fair"
         self.world = world = World(
             rng,
-            rng.choice(_EVEN_SHAPES if theme == "split" else SHAPES),
+            rng.choice(_SHAPES_OF.get(theme, SHAPES)),
             faults=faults,
             interval=rng.choice((1, 1, 2)),
             witness=theme == "split" or rng.random() < 0.6,
@@ -73,6 +77,7 @@ class Schedule:
         }
         world.dying = rng.choice((0.0, 0.0, 0.2))
         self.false = self.leaves = 0.0
+        self.batch = rng.choice((1, 2, 4))
         if theme == "mixed":
             world.loss = rng.choice((0.0, 0.0, 0.2))
             world.duplication = rng.choice((0.0, 0.05))
@@ -91,7 +96,14 @@ class Schedule:
                 self._join: 3.0,
                 self._lose_witness: rng.choice((0.0, 0.5)),
             }
+        elif theme == "rivals":
+            world.loss = rng.choice((0.0, 0.1))
+            world.dying = rng.choice((0.0, 0.03, 0.1))
+            self.false = 0.3
+            weights |= {self._vote: 14.0, self._expire: 8.0, self._kill: 0.1}
+            weights |= {self._cut: rng.choice((0.0, 4.0))}
         elif theme == "growth":
+            world.loss = rng.choice((0.0, 0.2))
             weights |= {self._kill: 0.5, self._kill_owner_and_holder: 1.0, self._join: 4.0}
         self._events = rng.choices(list(weights), list(weights.values()), k=_EVENTS)
 
@@ -109,7 +121,7 @@ class Schedule:
 
     def _deliver(self) -> None:
         world = self.world
-        for _ in range(4):
+        for _ in range(self.batch):
             if world.flight:
                 world.deliver(int(self.rng.random() * len(world.flight)))
 
@@ -216,6 +228,7 @@ class Schedule:
                 world.cut = frozenset()
         else:
             world.cut = frozenset(number for number in world.machines if rng.random() < 0.5)
+            world.cut_witness = rng.random() < 0.5
 
     def _join(self) -> None:
         world, donor = self.world, self._any_worker()

@@ -53,6 +53,7 @@ class World:
         self.rng, self.faults, self.interval = rng, faults, interval
         self.loss = self.duplication = self.dying = 0.0
         self.cut: frozenset[int] = frozenset()  # machines that the others can't reach
+        self.cut_witness = True  # whether these can't reach the witness either
         self.nonce = "nonce" if witness else ""
         self.witness_record: WitnessRecord | None = None
         self.flight: list[Message] = []
@@ -161,7 +162,7 @@ class World:
     def _ask_witness(self, message: Message) -> None:
         assert isinstance(message.content, (Prepare, Accept))
         nonce = message.about.witness
-        if message.worker.machine.number in self.cut:
+        if self.cut_witness and message.worker.machine.number in self.cut:
             if self.rng.random() < 0.8:
                 self.flight.append(message)
             return
