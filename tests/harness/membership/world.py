@@ -116,7 +116,7 @@ class World:
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
         names = acceptors_of(about)
-        if isinstance(request, Prepare) and not self.faults.asks_acceptors_only:
+        if isinstance(request, Prepare):
             others = (machine.name for machine in self.machines.values())
             names += tuple(name for name in others if name not in names)
         for to in names:
