@@ -224,7 +224,10 @@ class Schedule:
             world.kill_machine(worker.machine)
 
     def _kill_informed(self) -> None:
-        """Kill most of those that know the newest generation, while a member doesn't know it."""
+        """Kill most of those that know the newest generation, while a member doesn't know it.
+
+        What they have sent is lost with them.
+        """
         world, newest = self.world, self.world.oracle.newest
         if newest is world.first:
             return
@@ -240,6 +243,7 @@ class Schedule:
             elif chance < 0.8:
                 for worker in machine.workers:
                     world.kill(worker)
+        world.lose_outcomes()
 
     def _kill_owner_and_holder(self) -> None:
         world, owner = self.world, self._any_worker()

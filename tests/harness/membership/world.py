@@ -116,7 +116,7 @@ class World:
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
         names = acceptors_of(about)
-        if isinstance(request, Prepare):
+        if isinstance(request, Prepare) and not self.faults.asks_acceptors_only:
             others = (machine.name for machine in self.machines.values())
             names += tuple(name for name in others if name not in names)
         for to in names:
@@ -301,6 +301,12 @@ class World:
         if not machine.alive:
             machine.record = MachineRecord()
             machine.supervisor = self.faults.empty_record  # restarted
+
+    def lose_outcomes(self) -> None:
+        """Lose all messages under way that tell of a decided generation."""
+        left = [one for one in self.flight if not isinstance(one.content, Generation)]
+        self.happened["lost messages"] += len(self.flight) - len(left)
+        self.flight = left
 
     def lose_witness(self) -> None:
         """The witness loses its record; what replaces it has another nonce."""
