@@ -15,7 +15,7 @@ from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.membership import OutsideWorld
+from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals

@@ -15,17 +15,16 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.evidence import EvidenceOptions
-from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import (
-    Change,
-    Membership,
-    OutsideWorld,
+from paceline.cluster.membership.control_line.frame_kinds import (
     control_secret,
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.generation_waits import Change, OutsideWorld
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys

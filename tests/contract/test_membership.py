@@ -13,8 +13,9 @@ import pytest
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import Change, Membership, OutsideWorld
+from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore

@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.control_line.line import ControlLine
-from paceline.cluster.membership.generation import Generation
-from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import (
+from paceline.cluster.membership.control_line.frame_kinds import (
     EXITED,
     PROMISED,
     VOTE,
@@ -23,6 +20,9 @@ from paceline.cluster.membership.membership import (
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_exit import WorkerExit
