@@ -77,7 +77,8 @@ class Running:
 
     def kill_all(self) -> None:
         """Kill the process and all that it started, at once."""
-        kill(psutil.Process(self._process.pid), *self.family())
+        with suppress(psutil.NoSuchProcess):  # it has ended, and something holds its output open
+            kill(psutil.Process(self._process.pid), *self.family())
 
     def line_with(self, words: str) -> str:
         """Read up to a line that contains `words`; return that line."""
