@@ -101,9 +101,11 @@ class Running:
         return Result(self._process.returncode, _text(text))
 
     def end(self) -> None:
-        """Kill the process, where it still runs."""
+        """Kill the process, where it still runs, and close its output."""
         self._process.kill()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def _text(read: bytes) -> str:
