@@ -37,7 +37,8 @@ class Change:
         generation: the next generation.
         lost: the members that aren't in it.
         left: whether one of them ended well, while the others still needed it.
-        reasons: why, a sentence for each suspected one, without its stop.
+        causes: why each of them was lost, a sentence without its stop; "" where this member has no
+            evidence of it.
         detected_at: when the first suspicion or report came, by the monotonic clock.
         decided_at: when the outcome was known here.
     """
@@ -45,7 +46,7 @@ class Change:
     generation: Generation
     lost: tuple[Member, ...]
     left: bool
-    reasons: tuple[str, ...]
+    causes: tuple[str, ...]
     detected_at: float
     decided_at: float
 

@@ -57,6 +57,11 @@ class MemberWatch:
         """What this member brings into a vote."""
         return View(suspected=frozenset(self.suspicions), leavers=frozenset(self.leavers))
 
+    def cause_of(self, member: str) -> str:
+        """Return why a member is suspected, a sentence without its stop; "" if it isn't."""
+        suspicion = self.suspicions.get(member)
+        return "" if suspicion is None else suspicion.reason
+
     def begin(self, generation: Generation, connected: Set[str]) -> None:
         """Watch the members of the first generation.
 

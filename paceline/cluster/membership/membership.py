@@ -21,6 +21,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.control_line.frame_kinds import (
+    END,
     EXITED,
     LEAVING,
     LEFT,
@@ -87,12 +88,13 @@ class Membership:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
         self._step = 0
+        self._end_asked: Callable[[], None] = lambda: None
         self._stores = ControlStores()
         self._waits = GenerationWaits(self._stores)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
         self._began = False
-        self._closing = False
+        self._closing = self._ending = False
         self._watch = MemberWatch(member.id, options)
         self._detected_at = 0.0
         self._vote: Vote | None = None
@@ -191,6 +193,23 @@ class Membership:
         self._closing = True
         self.line.broadcast(LEAVING, {"member": self._member.id})
 
+    def end_run(self, reason: str, status: int) -> None:
+        """Ask all members and supervisors to end the run, from any thread; no vote begins any more.
+
+        Args:
+            reason: why, a sentence.
+            status: the exit status of the run's commands.
+        """
+        self._ending = True
+        self.line.broadcast(END, {"text": reason, "status": status})
+
+    def when_end_is_asked(self, call: Callable[[], None]) -> None:
+        """Let a request to end the run, of another process, call a function on the line's thread.
+
+        No vote begins any more: the function ends this process within seconds.
+        """
+        self._end_asked = call
+
     def close(self) -> None:
         """End the control line and its threads."""
         self.line.close()
@@ -220,6 +239,8 @@ class Membership:
                 self._note_progress(peer, body)
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
+            elif kind == END:
+                self._end(peer, body)
             elif kind in self._handlers:
                 self._handlers[kind](peer, body, bulk)
 
@@ -295,7 +316,7 @@ class Membership:
 
     def _begin_vote(self, delay: float = _EVIDENCE_S, *, anew: bool = False) -> None:
         """Interrupt the present generation, and take part in the vote on its successor."""
-        if not self._began:
+        if not self._began or self._ending:
             return
         generation = self._generation
         self._waits.interrupt(generation)
@@ -318,6 +339,19 @@ class Membership:
         if self._watch.suspicions:
             delay = 0.0
         self._vote.propose_in(delay if own else delay + _TURN_S * random.uniform(1, 2))
+
+    def _end(self, peer: str, body: dict[str, Any]) -> None:
+        """Take part in the run's end, and pass the request on to this machine's supervisor.
+
+        The supervisor of a machine without members ends by itself.
+        """
+        members = {one.id for one in self._generation.members}
+        members |= {supervisor_name(machine) for machine in self._generation.machines}
+        if self._ending or peer not in members:
+            return
+        self._ending = True
+        self.line.send(supervisor_name(self._member.machine), END, body)
+        self._end_asked()
 
     def _endpoints(self, machine: int) -> list[str]:
         """Return the names of a machine's connected processes."""
@@ -398,11 +432,7 @@ class Membership:
             generation=value,
             lost=lost,
             left=any(member.id in self._watch.leavers for member in lost),
-            reasons=tuple(
-                self._watch.suspicions[member.id].reason
-                for member in lost
-                if member.id in self._watch.suspicions
-            ),
+            causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
             decided_at=now,
         )

@@ -1,5 +1,8 @@
 """A supervisor's end of the control line: it answers for its machine, and reports exits.
 
+It reports the run's end, too: a signal to one supervisor, or a request to one member, ends the
+processes of all machines, also where the store is lost.
+
 It makes the machine's acceptor record, which its workers open, so that the machine has a vote as
 long as the supervisor or one of the workers lives. Workers connect to the supervisors of all
 machines; supervisors don't connect to each other.
@@ -8,11 +11,12 @@ machines; supervisors don't connect to each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.control_line.frame_kinds import (
+    END,
     EXITED,
     PROMISED,
     VOTE,
@@ -24,6 +28,7 @@ from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommError
@@ -34,9 +39,11 @@ class MachineEndpoint:
 
     Args:
         run: the formed run, before its workers start.
+        end: called in another thread with the reason for which another process ends the run.
     """
 
-    def __init__(self, run: FormedRun) -> None:
+    def __init__(self, run: FormedRun, end: Callable[[FailureReport], None]) -> None:
+        self._end = end
         machine = run.registered.plan.machine
         self._generation: Generation = run.generation.with_token_of_join(0)
         member = next(one for one in self._generation.members if one.machine == machine)
@@ -57,15 +64,21 @@ class MachineEndpoint:
             how = end.text.partition(". ")[0].removeprefix(f"{end.name} ").rstrip(".")
             self._line.broadcast(EXITED, {"member": end.member, "how": how})
 
+    def end_run(self, failure: FailureReport) -> None:
+        """Report to the members of all machines why the run ends."""
+        self._line.broadcast(END, {"text": failure.text, "status": failure.status})
+
     def close(self) -> None:
         """End the connections."""
         self._line.close()
         self._acceptor.close()
 
     def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
-        """Answer a request by the machine's record."""
+        """Answer a request by the machine's record, or pass the reason for the run's end on."""
         if kind == VOTE:
             self._vote(peer, body)
+        elif kind == END:
+            self._end(FailureReport(text=body["text"], status=body["status"]))
 
     def opened(self, peer: str) -> None:
         """Do nothing: members connect by themselves."""

@@ -45,8 +45,9 @@ _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
 _DEREGISTER_S = 1.0
 
-OpenEndpoint = Callable[[FormedRun], SupervisorEndpoint]
-"""Opens the supervisor's end of the connections to the members of a formed run."""
+OpenEndpoint = Callable[[FormedRun, Callable[[FailureReport], None]], SupervisorEndpoint]
+"""Opens the supervisor's end of the connections to the members of a formed run. It is given what
+receives, from another thread, the reason for which another process ends the run."""
 
 
 class MachineWorkers:
@@ -93,6 +94,8 @@ class MachineWorkers:
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
                 if not self._isolated:
+                    if self._endpoint is not None:
+                        self._endpoint.end_run(failure)
                     first = call_with_timeout(
                         _POST_S, partial(post, self._run.registered.store, failure)
                     )
@@ -135,7 +138,7 @@ class MachineWorkers:
             first = self._run.generation.leader.host
             self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         if self._open_endpoint is not None:
-            self._endpoint = self._open_endpoint(self._run)
+            self._endpoint = self._open_endpoint(self._run, self._events.put)
             self._resources.callback(self._endpoint.close)
         for local_rank, argv in enumerate(commands):
             error_file, mark = (

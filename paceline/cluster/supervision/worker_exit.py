@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.cluster.supervision.failure_report import FailureReport
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
@@ -30,6 +32,9 @@ class SupervisorEndpoint(Protocol):
 
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to the members that are connected; never waits."""
+
+    def end_run(self, failure: FailureReport) -> None:
+        """Report to the members of all machines why the run ends; never waits."""
 
     def close(self) -> None:
         """End the connections; all workers of the machine have ended."""

@@ -3,7 +3,7 @@
 VOTE       a message of a vote                        STORE      of a later generation's store
 LEFT       a member left a generation                 PROMISED   its machine takes part in a vote
 EXITED     a supervisor reports a worker's end        PROGRESS   the step in which a member is
-LEAVING    a member ends well
+LEAVING    a member ends well                         END        the whole run is to end
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hmac
 
 from paceline.cluster.membership.generation import Generation
 
-VOTE, STORE = "vote", "store"
+VOTE, STORE, END = "vote", "store", "end"
 LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
 
 
