@@ -214,9 +214,7 @@ class MemberLink:
         """Let a signal to this process end the run on all machines, and let others end this one."""
 
         def report(number: Signals) -> None:
-            generation, member = self._generation, self._membership.id
-            ids = [one.id for one in generation.members]
-            name = generation.describe(ids.index(member))
+            name = self._generation.name_of(self._membership.id)
             self._membership.end_run(f"{name}: stopped by {number.name}.", 128 + number)
 
         signals.when_received(report)

@@ -78,6 +78,7 @@ ALLOWED = {
     "errors.py PeerLost.rank": "what an error reports",
     "observe/console.py Console._world_size": "shown as the event `run` reports it",
     "observe/last_state.py LastState.generation": _READ,
+    "observe/loss_history.py LossHistory._newest": "what an event reported",
     "observe/ledger/faults.py Fault.generation": _READ,
     "observe/ledger/history.py GenerationRecords.members": _READ,
     "observe/ledger/history.py Stretch.generation": _READ,

@@ -181,7 +181,7 @@ class Membership:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
             expelled = OutsideWorld(
-                f"{present.describe(_rank_in(present, self._member.id))} was expelled from the "
+                f"{present.name_of(self._member.id)} was expelled from the "
                 "run, because the others had no sign of life from it; they continue without it."
             )
             expelled.expelled = True
@@ -486,7 +486,3 @@ class _Guard:
         elif isinstance(error, Exception):
             self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
         return isinstance(error, Exception)
-
-
-def _rank_in(generation: Generation, member: str) -> int:
-    return [one.id for one in generation.members].index(member)

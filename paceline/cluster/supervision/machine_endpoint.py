@@ -46,6 +46,7 @@ class MachineEndpoint:
         self._end = end
         machine = run.registered.plan.machine
         self._generation: Generation = run.generation.with_token_of_join(0)
+        self._names = _names_in(self._generation)
         member = next(one for one in self._generation.members if one.machine == machine)
         record = AcceptorRecord.make()
         self._acceptor = MachineAcceptor(record, machine)
@@ -57,6 +58,11 @@ class MachineEndpoint:
         )
         entry = {"address": member.address, "port": self._line.port, "record": record.path}
         run.registered.store.set(supervisor_key(self._generation, machine), json.dumps(entry))
+
+    def name_of(self, member: str) -> str:
+        """Name a member for messages, by its rank in the newest generation that it was in."""
+        self._enter(self._acceptor.successor_of(self._generation))
+        return self._names[member]
 
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to all members."""
@@ -89,7 +95,7 @@ class MachineEndpoint:
     def _vote(self, peer: str, body: Mapping[str, Any]) -> None:
         message = KINDS[body["kind"]].from_text(body["text"])
         if isinstance(message, Decided):
-            self._generation = message.value
+            self._enter(message.value)
             self._acceptor.learn(message.value)
         if not isinstance(message, Prepare | Accept):
             return
@@ -106,3 +112,14 @@ class MachineEndpoint:
             }
             promised = {"generation": message.generation.id}
             self._line.broadcast(PROMISED, promised, here & self._line.connected())
+
+    def _enter(self, generation: Generation | None) -> None:
+        """Take note of a decided generation, if it is newer; from any thread."""
+        if generation is not None and generation.descends_from(self._generation.id):
+            self._generation = generation
+            self._names = self._names | _names_in(generation)
+
+
+def _names_in(generation: Generation) -> dict[str, str]:
+    """Return what messages call the members of a generation, by their ids."""
+    return {each.id: generation.describe(rank) for rank, each in enumerate(generation.members)}

@@ -72,8 +72,8 @@ class MachineWorkers:
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
-        self._lost: dict[int, FailureReport] = {}
-        """By local rank, how workers ended whose loss the others survive."""
+        self._lost: dict[str, FailureReport] = {}
+        """By their names at that time, how workers ended whose loss the others survive."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
         self._hurried = False  # a second signal came
@@ -172,7 +172,7 @@ class MachineWorkers:
             deadline = deadline or time.monotonic() + _CAUSE_S
         if not failures and len(self._lost) < self._plan.workers:
             if self._lost:
-                names = ", ".join(map(self._name, self._lost))
+                names = ", ".join(self._lost)
                 self._report(f"the run is finished; it continued without {names}.")
             return None
         self._isolated = not failures
@@ -197,27 +197,27 @@ class MachineWorkers:
         worker, name = self._workers.pop(local_rank), self._name(local_rank)
         if event.returncode == 0:
             self._survivable |= worker.survives
-            self._report_exit(local_rank, f"{name} ended with status 0.", failed=False)
+            self._report_exit(local_rank, name, f"{name} ended with status 0.", failed=False)
             return None
         own = worker.report(name)  # else what its exit status says
         failure = own or FailureReport.of_exit(name, event.returncode)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
             return failure  # no loss to report: the others end, too
-        self._report_exit(local_rank, failure.text, failed=True)
-        self._lost[local_rank] = failure
+        self._report_exit(local_rank, name, failure.text, failed=True)
+        self._lost[name] = failure
         if self._workers:
             self._report(f"{failure.text} The other workers continue.")
         return None
 
-    def _report_exit(self, local_rank: int, text: str, *, failed: bool) -> None:
+    def _report_exit(self, local_rank: int, name: str, text: str, *, failed: bool) -> None:
         if self._endpoint is not None:
             member = self._member(local_rank).id if local_rank < self._plan.workers else ""
             self._endpoint.exited(
                 WorkerExit(
                     local_rank=local_rank,
                     member=member,
-                    name=self._name(local_rank),
+                    name=name,
                     text=text,
                     failed=failed,
                 )
@@ -275,6 +275,8 @@ class MachineWorkers:
         if local_rank == self._plan.workers:
             return f"the averaging server on {self._machine()}"
         generation = self._run.generation
+        if self._endpoint is not None:
+            return self._endpoint.name_of(self._member(local_rank).id)
         return generation.describe(generation.rank_of(self._plan.machine, local_rank))
 
     def _machine(self) -> str:

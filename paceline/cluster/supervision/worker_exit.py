@@ -30,6 +30,9 @@ class WorkerExit:
 class SupervisorEndpoint(Protocol):
     """Supervisor's end of the connections to the run's members."""
 
+    def name_of(self, member: str) -> str:
+        """Name a member for messages, by its rank in the newest generation that it was in."""
+
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to the members that are connected; never waits."""
 

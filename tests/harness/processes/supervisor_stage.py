@@ -197,7 +197,11 @@ class _Exits:
     """Supervisor's endpoint that writes into a file what it reports."""
 
     def __init__(self, path: Path, run: FormedRun, end: object) -> None:
-        self._path, self._members = path, [member.id for member in run.generation.members]
+        self._path, self._generation = path, run.generation
+        self._members = [member.id for member in run.generation.members]
+
+    def name_of(self, member: str) -> str:
+        return self._generation.describe(self._members.index(member))
 
     def exited(self, end: WorkerExit) -> None:
         assert end.member in self._members
