@@ -111,7 +111,8 @@ def build_recorder(
     run.when_entered(log.hand_over)
 
     def open_recorders() -> list[Recorder]:
-        return [Console(log=log.path), *build_trackers(config.output, folder, config.flat())]
+        console = Console(log=log.path, shown=lambda: log.recorded)
+        return [console, *build_trackers(config.output, folder, config.flat())]
 
     events = EventFile(folder, group.member.id)
     leader = build_leader_recorder(run, open_recorders)
