@@ -93,11 +93,13 @@ class Membership:
         self._waits = GenerationWaits(self._stores)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
+        self._machine_of: dict[str, int] = {}  # of members and supervisors, earlier ones too
         self._began = False
         self._closing = self._ending = False
         self._watch = MemberWatch(member.id, options)
         self._detected_at = 0.0
         self._vote: Vote | None = None
+        self._know(generation)
         self.line = ControlLine(
             name=member.id,
             secret=secret,
@@ -355,17 +357,24 @@ class Membership:
 
     def _endpoints(self, machine: int) -> list[str]:
         """Return the names of a machine's connected processes."""
-        names = {one.id for one in self._generation.members if one.machine == machine}
-        names.add(supervisor_name(machine))
-        return sorted(names & self.line.connected())
+        return sorted(
+            name for name in self.line.connected() if self._machine_of.get(name) == machine
+        )
+
+    def _know(self, generation: Generation) -> None:
+        """Remember which process is on which machine."""
+        for one in generation.members:
+            self._machine_of[one.id] = self._machine_of[supervisor_name(one.machine)] = one.machine
 
     def _ask(self, request: Request) -> None:
-        """Send a request to all acceptors; this machine's record answers at once."""
+        """Send a request to all machines that are reached; this one's record answers at once.
+
+        A machine of an earlier generation is no acceptor, but may know the outcome.
+        """
         body = {"kind": type(request).__name__, "text": request.to_text()}
-        for machine in self._generation.machines:
-            if machine != self._member.machine:
-                for name in self._endpoints(machine):
-                    self.line.send(name, VOTE, body)
+        for name in self.line.connected():
+            if self._machine_of.get(name) not in (None, self._member.machine):
+                self.line.send(name, VOTE, body)
         if self._witness is not None and WITNESS in acceptors_of(self._generation):
             self._witness.ask(request)
         reply = self._acceptor.answer(request)
@@ -438,6 +447,7 @@ class Membership:
         )
         self._detected_at = 0.0
         self._generation = value
+        self._know(value)
         self._watch.enter(value, self.line.connected())
         self._waits.decide(ended, change)
         if self._member.id not in remaining:

@@ -11,6 +11,7 @@ machines; supervisors don't connect to each other.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class MachineEndpoint:
 
     def __init__(self, run: FormedRun, end: Callable[[FailureReport], None]) -> None:
         self._end = end
+        self._changed = threading.Condition()  # over the generation and the names
         machine = run.registered.plan.machine
         self._generation: Generation = run.generation.with_token_of_join(0)
         self._names = _names_in(self._generation)
@@ -74,6 +76,17 @@ class MachineEndpoint:
         """Report to the members of all machines why the run ends."""
         self._line.broadcast(END, {"text": failure.text, "status": failure.status})
 
+    def await_change(self, limit: float) -> None:
+        """Wait until the connected members continue without this machine."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._acceptor.machine not in self._generation.machines
+                    or not self._line.connected()
+                ),
+                limit,
+            )
+
     def close(self) -> None:
         """End the connections."""
         self._line.close()
@@ -90,7 +103,9 @@ class MachineEndpoint:
         """Do nothing: members connect by themselves."""
 
     def closed(self, peer: str, reason: str) -> None:
-        """Do nothing: members judge each other."""
+        """Take note of it: members judge each other."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _vote(self, peer: str, body: Mapping[str, Any]) -> None:
         message = KINDS[body["kind"]].from_text(body["text"])
@@ -115,9 +130,11 @@ class MachineEndpoint:
 
     def _enter(self, generation: Generation | None) -> None:
         """Take note of a decided generation, if it is newer; from any thread."""
-        if generation is not None and generation.descends_from(self._generation.id):
-            self._generation = generation
-            self._names = self._names | _names_in(generation)
+        with self._changed:
+            if generation is not None and generation.descends_from(self._generation.id):
+                self._generation = generation
+                self._names = self._names | _names_in(generation)
+                self._changed.notify_all()
 
 
 def _names_in(generation: Generation) -> dict[str, str]:

@@ -44,6 +44,7 @@ _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
 _DEREGISTER_S = 1.0
+_VOTE_S = 5.0  # within which the members of other machines continue without this one
 
 OpenEndpoint = Callable[[FormedRun, Callable[[FailureReport], None]], SupervisorEndpoint]
 """Opens the supervisor's end of the connections to the members of a formed run. It is given what
@@ -93,6 +94,8 @@ class MachineWorkers:
                     worker.announce_end()
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
+                if self._isolated and self._endpoint is not None:
+                    self._endpoint.await_change(_VOTE_S)
                 if not self._isolated:
                     if self._endpoint is not None:
                         self._endpoint.end_run(failure)

@@ -39,5 +39,14 @@ class SupervisorEndpoint(Protocol):
     def end_run(self, failure: FailureReport) -> None:
         """Report to the members of all machines why the run ends; never waits."""
 
+    def await_change(self, limit: float) -> None:
+        """Wait, while members are connected, until they continue without this machine.
+
+        Until then the machine has a vote.
+
+        Args:
+            limit: seconds to wait.
+        """
+
     def close(self) -> None:
         """End the connections; all workers of the machine have ended."""

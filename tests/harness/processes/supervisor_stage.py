@@ -212,6 +212,9 @@ class _Exits:
         with self._path.open("a") as file:
             file.write(f"run ends: {failure.text}\n")
 
+    def await_change(self, limit: float) -> None:
+        pass
+
     def close(self) -> None:
         with self._path.open("a") as file:
             file.write("closed\n")
