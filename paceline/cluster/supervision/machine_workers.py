@@ -181,7 +181,7 @@ class MachineWorkers:
         self._isolated = not failures
         # Workers that fail and haven't ended yet may have left a report, too.
         reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
-        return cause([*failures, *filter(None, reports), *self._lost.values()])
+        return cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
