@@ -63,7 +63,7 @@ ALLOWED = {
     "cluster/membership/generation_waits.py Change.lost": "what is reported of a change",
     "cluster/membership/membership.py Membership._generation": _VOTED,
     "cluster/membership/membership.py Membership._member": "its id and machine, which remain",
-    "cluster/membership/vote.py Vote.generation": _VOTED,
+    "cluster/membership/ballots/vote.py Vote.generation": _VOTED,
     "cluster/supervision/machine_endpoint.py MachineEndpoint._generation": _VOTED,
     "wiring/membership.py MemberLink._generation": "what its held snapshots are recorded for",
     "cluster/membership/generation_waits.py Change.generation": _VOTED,

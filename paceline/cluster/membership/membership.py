@@ -20,6 +20,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
+from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.frame_kinds import (
     END,
     EXITED,
@@ -38,22 +40,15 @@ from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.generation_waits import Change, GenerationWaits, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
-from paceline.cluster.membership.vote import Vote
 from paceline.cluster.membership.voting.messages import (
-    KINDS,
     WITNESS,
-    Accept,
     Answer,
     Decided,
     Held,
-    Prepare,
     Refused,
-    Request,
-    machine_name,
 )
-from paceline.cluster.membership.voting.successor import acceptors_of, is_quorum
+from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.cluster.membership.witness_thread import WitnessThread
 from paceline.errors import CommError, CommTimeout
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
@@ -90,16 +85,15 @@ class Membership:
         self._step = 0
         self._end_asked: Callable[[], None] = lambda: None
         self._stores = ControlStores()
+        self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
         self._waits = GenerationWaits(self._stores)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
-        self._machine_of: dict[str, int] = {}  # of members and supervisors, earlier ones too
         self._began = False
         self._closing = self._ending = False
         self._watch = MemberWatch(member.id, options)
         self._detected_at = 0.0
         self._vote: Vote | None = None
-        self._know(generation)
         self.line = ControlLine(
             name=member.id,
             secret=secret,
@@ -107,11 +101,7 @@ class Membership:
             handler=self,
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
-        self._witness = None
-        if witness is not None:
-            self._witness = WitnessThread(
-                witness, lambda reply: self.line.post(lambda: self._answered(reply))
-            )
+        self._acceptors.connect(self.line)
 
     @property
     def id(self) -> str:
@@ -215,10 +205,8 @@ class Membership:
     def close(self) -> None:
         """End the control line and its threads."""
         self.line.close()
-        if self._witness is not None:
-            self._witness.close()
         self._waits.close()
-        self._acceptor.close()
+        self._acceptors.close()
 
     # Events of the control line.
 
@@ -327,7 +315,7 @@ class Membership:
             self._vote = Vote(
                 generation,
                 self._member.id,
-                ask=self._ask,
+                ask=self._acceptors.ask,
                 view=lambda: self._watch.view,
                 call_later=self.line.call_later,
                 decided=self._decide,
@@ -355,57 +343,21 @@ class Membership:
         self.line.send(supervisor_name(self._member.machine), END, body)
         self._end_asked()
 
-    def _endpoints(self, machine: int) -> list[str]:
-        """Return the names of a machine's connected processes."""
-        return sorted(
-            name for name in self.line.connected() if self._machine_of.get(name) == machine
-        )
-
-    def _know(self, generation: Generation) -> None:
-        """Remember which process is on which machine."""
-        for one in generation.members:
-            self._machine_of[one.id] = self._machine_of[supervisor_name(one.machine)] = one.machine
-
-    def _ask(self, request: Request) -> None:
-        """Send a request to all machines that are reached; this one's record answers at once.
-
-        A machine of an earlier generation is no acceptor, but may know the outcome.
-        """
-        body = {"kind": type(request).__name__, "text": request.to_text()}
-        for name in self.line.connected():
-            if self._machine_of.get(name) not in (None, self._member.machine):
-                self.line.send(name, VOTE, body)
-        if self._witness is not None and WITNESS in acceptors_of(self._generation):
-            self._witness.ask(request)
-        reply = self._acceptor.answer(request)
-        self._announce(request)
-        if reply is not None:
-            self._on_line(lambda: self._answered(reply))
-
-    def _announce(self, request: Request) -> None:
-        """Report to the other members of this machine that it takes part in a vote."""
-        others = set(self._endpoints(self._member.machine))
-        others -= {supervisor_name(self._member.machine)}
-        self.line.broadcast(PROMISED, {"generation": request.generation.id}, others)
-
     def _vote_message(self, peer: str, body: Mapping[str, Any]) -> None:
-        message = KINDS[body["kind"]].from_text(body["text"])
-        if isinstance(message, Prepare | Accept):
-            reply = self._acceptor.answer(message)
-            if reply is None:
-                return
-            self._send(peer, reply)
-            if isinstance(reply, Decided):
-                self._learn(reply)
-            elif not isinstance(reply, Refused):
-                if message.generation.id == self._generation.id:
-                    self._begin_vote()
-                self._announce(message)
-        else:
-            self._answered(message)
+        replied = self._acceptors.reply(peer, body)
+        if replied is None or replied[1] is None:
+            return
+        request, reply = replied
+        if isinstance(reply, Decided):
+            self._learn(reply)
+        elif not isinstance(reply, Refused):
+            if request.generation.id == self._generation.id:
+                self._begin_vote()
+            self._acceptors.announce(request)
 
-    def _send(self, peer: str, message: Request | Answer) -> None:
-        self.line.send(peer, VOTE, {"kind": type(message).__name__, "text": message.to_text()})
+    def _take_answer(self, answer: Answer) -> None:
+        with self._guarded():
+            self._answered(answer)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Decided):
@@ -416,10 +368,7 @@ class Membership:
     def _decide(self, value: Generation) -> None:
         """Report an outcome, which a ballot of this member decided, to all."""
         message = Decided(generation=self._generation.id, value=value)
-        peers = {member.id for member in self._generation.members}
-        peers |= {supervisor_name(machine) for machine in self._generation.machines}
-        body = {"kind": "Decided", "text": message.to_text()}
-        self.line.broadcast(VOTE, body, peers & self.line.connected())
+        self._acceptors.report(message, self._generation)
         self._learn(message)
 
     def _learn(self, message: Decided) -> None:
@@ -447,7 +396,7 @@ class Membership:
         )
         self._detected_at = 0.0
         self._generation = value
-        self._know(value)
+        self._acceptors.know(value)
         self._watch.enter(value, self.line.connected())
         self._waits.decide(ended, change)
         if self._member.id not in remaining:
@@ -461,11 +410,7 @@ class Membership:
         if vote is None or self._closing:
             return
         generation, age = vote.generation, time.monotonic() - vote.began_at
-        reached = {machine_name(self._member.machine)}
-        for machine in generation.machines:
-            names = self._endpoints(machine)
-            if any(self.line.silence(name) < self._options.peer_timeout for name in names):
-                reached.add(machine_name(machine))
+        reached = self._acceptors.reached(generation, self._options.peer_timeout)
         lacking = not is_quorum(generation, reached | {WITNESS})
         if age > self._options.peer_timeout and (
             lacking or age > self._options.peer_timeout + self._options.timeout
