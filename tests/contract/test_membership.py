@@ -244,7 +244,7 @@ def test_a_request_to_end_the_run_reaches_all_once_and_ends_the_votes(
     members = make((1, 1, 1))
     asked = [threading.Event() for _ in members.all]
     for one, event in zip(members.all, asked, strict=True):
-        one.when_end_is_asked(event.set)
+        one.when_end_is_asked(lambda supervised, event=event: event.set())
     members.all[1].end_run("stopped by SIGTERM.", 143)
     assert asked[0].wait(LIMIT)
     assert asked[2].wait(LIMIT)
