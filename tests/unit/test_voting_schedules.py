@@ -54,6 +54,7 @@ FIRST = {
     "a witness whose nonce is ignored": 415,
     "a witness that takes lower generations": 8_055,
     "a restarted supervisor that reports an empty record": 500,
+    "keeping the two newest snapshots": 30,
     "snapshots named by step alone": 185,
     "not dropping what lies beyond a start": 70,
     "dropping a snapshot that the record lists": 12_620,
