@@ -34,6 +34,7 @@ from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
@@ -251,9 +252,10 @@ class Steps:
         self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
-        for step in own.sent:
-            sums = torch.stack([part.sent[step] for part in parts]).sum(dim=0)
-            self.run.context.summaries.send(step, sums, stop=False)
+        context = self.run.context
+        unsummed = values_to_send(parts, commits.totals(successor.start), context.communicator)
+        for step, sums in unsummed.items():
+            context.summaries.send(step, sums, stop=False)
         self._begin_generation(saved=False)
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)

@@ -250,15 +250,16 @@ class TrainerRollbacks:
         )
         parts = own.backup_parts(start, lost)
         with self._lock:
-            for each in sorted(own.held_parts(start) & lost - {member}):
-                rank = int(each.removeprefix("start-"))
-                (copied,) = own.backup_parts(start, [each])
-                self.restored.append((self._snapshots[rank].commits.own_part(start), copied))
+            for rank in self._parked(number) if member not in lost else ():
+                for copied in own.backup_parts(start, [f"start-{rank}"]):
+                    self.restored.append((self._snapshots[rank].commits.own_part(start), copied))
         if c.rank == 0:
             self.starts.append(start.step)
         meet(c)
         if member in lost:
             backups.lost.add(member)
+            if number < len(self.moments):
+                self._recover(c, backups, number + 1)  # the other ranks meet this one there
             raise Parked
         backups.records[member].promised = False
         return Successor(group=self._group(c, number), start=start, parts=parts)
