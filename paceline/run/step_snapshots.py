@@ -308,6 +308,17 @@ class StepSnapshots:
         del position["sent"], position["members"]
         return position, self.commits.own_part(name)
 
+    def begin_anew(self) -> None:
+        """Drop all snapshots: the next generation starts from the durable state."""
+        self._summaries.clear()
+        self._between = 0
+        self.commits.leave_generation(None)
+        self._snapshots.clear()
+
+    def continue_from(self, interval: int) -> None:
+        """Take snapshots again, with the interval that the durable state has; 0: it is measured."""
+        self._interval.steps, self._off = interval, False
+
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         context = self._run.context
         ids = tuple(member.id for member in context.group.generation.members)

@@ -14,16 +14,17 @@ class HeldParts:
     """Parts that a member has of a snapshot that it holds.
 
     Attributes:
-        parts: ids of the members whose part it has: its own id, and those of its copies; all ids
-            once it needs no other member's part.
+        parts: ids of the members whose part it has: its own id, and those of its copies.
         whole: ids of all members whose parts make up the snapshot.
         completed: the number of completed steps in it; smaller than the step in its name where a
             step trains several batches.
+        complete: whether it needs no other member's part.
     """
 
     parts: frozenset[str]
     whole: frozenset[str]
     completed: int
+    complete: bool = False
 
 
 class BackupChannel(Protocol):

@@ -178,6 +178,11 @@ class SnapshotBackup:
             self._copies.retain(self._own)
             self._forget_others()
 
+    def record(self) -> None:
+        """Record once more what is held; from any thread."""
+        with self._changed:
+            self._record()
+
     def discard(self) -> None:
         """Drop everything: no snapshots are taken any more."""
         with self._changed:
@@ -270,8 +275,12 @@ class SnapshotBackup:
         held = {}
         for name, (owner, whole, completed, complete) in own.items():
             copies = {each for each in self._copies.owners(name) if (name, each) not in without}
-            parts = whole if complete else frozenset({owner, *copies})
-            held[name] = HeldParts(parts=parts, whole=whole, completed=completed)
+            held[name] = HeldParts(
+                parts=frozenset({owner, *copies}),
+                whole=whole,
+                completed=completed,
+                complete=complete,
+            )
         return held
 
     def _forget_others(self) -> None:

@@ -158,14 +158,20 @@ class SnapshotCommits:
         if self._backup is not None:
             self._backup.discard()
 
-    def leave_generation(self, start: SnapshotName) -> None:
-        """Forget all snapshots and copies, but of the one from which the next generation starts."""
+    def leave_generation(self, start: SnapshotName | None) -> None:
+        """Forget all snapshots and copies, but of the one from which the next generation starts.
+
+        Args:
+            start: its name; None: it starts from the durable state.
+        """
         self._reported.clear()
         self._acknowledged.clear()
         self._totals = {name: sums for name, sums in self._totals.items() if name == start}
         if self._backup is not None:
             self._backup.leave_generation(start)
-            if not self._backup.holds(start):  # the step didn't end, or another rank sent it
+            if start is not None and not self._backup.holds(
+                start
+            ):  # the step didn't end, or another rank sent it
                 self._hold(self._backup, start, None)
 
     def enter_generation(self, generation: Generation) -> None:

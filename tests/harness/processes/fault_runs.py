@@ -26,11 +26,12 @@ from tests.harness.processes.run_folders import events, wait_until, wait_until_s
 
 WORKERS = 3
 FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
+EPOCH_SIZE, BATCH = 70, 12  # samples
 LIMIT = 90.0
 _WORDS = (
-    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
+    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
-    *("--batch_size", "12", "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
+    *("--batch_size", str(BATCH), "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
     *("--model", f"{__name__}:observed", "--run_id", "r", "--decode_threads", "1"),
 )
 
@@ -106,6 +107,14 @@ class FaultRun:
             worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
             self.pids[worker.local_rank] = process.pid
         assert sorted(self.pids) == list(range(self.count))
+
+    def reach_checkpoint(self) -> None:
+        """Wait until rank 0 has recorded a checkpoint."""
+
+        def recorded() -> bool:
+            return any(event["event"] == "checkpoint" for event in events(self.run_folder, 0))
+
+        wait_until(recorded, LIMIT)
 
     def kill(self, *local_ranks: int) -> None:
         """Kill workers at once."""
