@@ -95,6 +95,7 @@ def test_the_others_train_the_same_bits_from_the_checkpoint_as_an_undisturbed_ru
     )
     assert run.starts == [STEPS]
     assert run.from_disk == [True]
+    assert run.recorded == {1}
     assert torch.equal(weights, expected)
     for one, row in zip(plain.rows, run.rows, strict=True):
         assert {key: one[key] for key in SCORES} == {key: row[key] for key in SCORES}
@@ -188,3 +189,4 @@ def test_a_checkpoint_that_no_member_can_read_ends_the_run_with_a_sentence(tmp_p
     with pytest.raises(CheckpointError, match="none of them can read the state after 4 steps"):
         run.run()
     backups.close()
+    assert not run.recorded  # the next start resumes as if there had been no loss

@@ -100,6 +100,7 @@ class TrainerRollbacks:
         announced: given a checkpoint file, returns whether the members learn of it.
         from_disk: for each generation but the first, whether it went on from a checkpoint or the
             beginning.
+        recorded: the numbers of further generations that were recorded in run folders.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -113,6 +114,7 @@ class TrainerRollbacks:
     apart: bool = False
     announced: Callable[[Path], bool] = lambda path: True
     from_disk: list[bool] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
@@ -178,6 +180,7 @@ class TrainerRollbacks:
             sources = wiring.open_sources(config)
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
+            run.record_number = lambda group: self.recorded.add(group.generation.number)
             start = wiring.Start()
             run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
