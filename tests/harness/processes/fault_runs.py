@@ -117,8 +117,11 @@ class FaultRun:
         wait_until(recorded, LIMIT)
 
     def kill(self, *local_ranks: int) -> None:
-        """Kill workers at once."""
-        for victim in [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]:
+        """Kill workers at once: none of them makes a step after the loss of another."""
+        victims = [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]
+        for victim in victims:
+            victim.suspend()
+        for victim in victims:
             victim.kill()
 
     def kill_supervisor(self) -> None:
