@@ -174,8 +174,8 @@ class Replica:
 
     @property
     def waited(self) -> float:
-        """Seconds that this thread has waited for peers in the present binding."""
-        return self._binding.synchronizer.waited
+        """Seconds that this thread has waited for peers in the present binding; 0 without one."""
+        return 0.0 if self._hooks is None else self._binding.synchronizer.waited
 
     @property
     def reduced(self) -> bool:
