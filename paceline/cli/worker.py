@@ -55,7 +55,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
         link = None
-        if survives and config.output.snapshots and config.sync.sync != "average":
+        if survives and config.output.snapshots:
             group, link = _join_membership(config, group, store)
         if link is not None:
             stack.callback(link.close)
