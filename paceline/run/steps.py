@@ -31,6 +31,7 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
+from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
@@ -229,12 +230,14 @@ class Steps:
         Raises:
             CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
+            ServerLost: the run has no server of merges any more; the state is saved.
         """
         assert self._next_generation is not None
         while True:
             successor = self._next_generation(error, self._snapshots.held)
             try:
-                return self._enter(successor)
+                self._enter(successor)
+                return self._end_without_server()
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost
@@ -260,6 +263,13 @@ class Steps:
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self.run.recorder.event("note", text=note)
+
+    def _end_without_server(self) -> None:
+        """Save what all ranks have gone back to, and end, where the server of merges is lost."""
+        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
+            self.save()
+            self._await_leader()
+            raise self._replica.ends
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
