@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
 from paceline.cli.flags import parse
-from paceline.cluster.membership.backup_holder import missing_parts
+from paceline.cluster.membership.backup_holder import holder_of, missing_parts
 from paceline.cluster.membership.generation import Ancestor, Group
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
@@ -95,6 +95,7 @@ class TrainerRollbacks:
             its part.
         restored: for each lost member, its own part of a start, and the copy that replaces it.
         apart: whether each machine has a run folder of its own, `folder_of`.
+        to_holders: whether a member hands over its part to its backup holder, not to the first one.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -106,10 +107,13 @@ class TrainerRollbacks:
     parked: Sequence[Collection[int]] = ()
     backups: BackupMembers | None = None
     apart: bool = False
+    to_holders: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
-    _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
+    _parts: defaultdict[tuple[int, int], list[OwnPart]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _snapshots: dict[int, StepSnapshots] = field(default_factory=dict)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
@@ -122,7 +126,8 @@ class TrainerRollbacks:
         _write_images(data)
         torch.manual_seed(1)  # here: the ranks' threads have one generator
         config = self._config(str(data))
-        start = build_model(config.model.name, num_labels=10, num_channels=3)
+        labels = config.data.num_labels
+        start = build_model(config.model.name, num_labels=labels, num_channels=3)
         save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
 
@@ -162,7 +167,7 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number] if c.rank == self._present(number)[0] else []
+            parts = self._parts[number, c.rank]
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
@@ -222,7 +227,7 @@ class TrainerRollbacks:
             self.starts.append(start.step)
             self.handed_over.append([])
         if was_in and not is_in:
-            self._parts[number].append(own.restore(start)[1])
+            self._parts[number, self._taker(c, number)].append(own.restore(start)[1])
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
@@ -262,6 +267,15 @@ class TrainerRollbacks:
             raise Parked
         backups.records[member].promised = False
         return Successor(group=self._group(c, number), start=start, parts=parts)
+
+    def _taker(self, c: Communicator, number: int) -> int:
+        """Return the member that gets the part of one that leaves."""
+        if not self.to_holders:
+            return self._present(number)[0]
+        group = self._group(c, number - 1)
+        holder = holder_of(group.generation, group.rank)
+        assert holder is not None
+        return self._present(number - 1)[holder]
 
     def _present(self, number: int) -> list[int]:
         """Return the members that are in a generation."""
