@@ -3,8 +3,8 @@
     a user starts it          it finds the run by its id, in the store of the rendezvous
     `paceline train` does     its environment names the store; it ends with its supervisor
 
-It holds no state of the run: checkpoints are the workers'. When it ends early, the run ends, and
-resumes from its last checkpoint with another server.
+It holds no state of the run: checkpoints are the workers'. When it ends early, the workers save their
+state and end, and the run resumes with another server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Merge the weights of a run's workers, as the server of --average_through server.
 
 The server trains nothing and needs no data. It ends when the run ends.
 
-When it ends early, the run ends too, and resumes from its last checkpoint.
+When it ends early, the workers save their state, and the run ends too.
 
 Without --average_server apart, `paceline train` starts the server itself.
 
