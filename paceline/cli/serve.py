@@ -1,10 +1,10 @@
 """`paceline serve`: merges the weights of a run's workers (`--average_through server`).
 
     a user starts it          it finds the run by its id, in the store of the rendezvous
-    `paceline train` does     its environment names the store; it ends with its supervisor
+    `paceline train` does     its environment names the store; it outlives its supervisor
 
-It holds no state of the run: checkpoints are the workers'. When it ends early, the workers save their
-state and end, and the run resumes with another server.
+It holds no state of the run: checkpoints are the workers'. When it ends early, the workers save
+their state and end, and the run resumes with another server.
 """
 
 from __future__ import annotations
