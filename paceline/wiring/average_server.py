@@ -96,9 +96,10 @@ class MetServer:
         what = "the answer of the averaging server"
         (text, *_) = gather_bytes(context.communicator, lost.encode(), self.device, what)
         if text:
+            reason = text.decode().removeprefix(f"{self.name} ").rstrip(".")
             raise ServerLost(
-                f"the run has lost {self.name}, and ends without it ({text.decode().rstrip('.')}). "
-                "Start the same command again."
+                f"the run has lost {self.name}, and ends without it ({reason}). Start the same "
+                "command again."
             )
 
     def _invite(self, context: GenerationContext, layout: Layout) -> None:
