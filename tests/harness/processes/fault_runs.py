@@ -28,16 +28,19 @@ WORKERS = 3
 FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
 EPOCH_SIZE, BATCH = 70, 12  # samples
 LIMIT = 90.0
-_WORDS = (
-    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
+TASK = (
+    *("--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
     *("--batch_size", str(BATCH), "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
-    *("--model", f"{__name__}:observed", "--run_id", "r", "--decode_threads", "1"),
+    *("--seed", "1", "--decode_threads", "1"),
 )
+"""Flags of what is trained, besides the numbers of workers and epochs."""
+
+_WORDS = ("train", *TASK, "--model", f"{__name__}:observed", "--run_id", "r")
 
 
-class ObservedNet(nn.Module):
-    """A net in float64 without batch statistics, which waits for the kill and saves its weights."""
+class FaultNet(nn.Module):
+    """A net in float64 without batch statistics."""
 
     def __init__(self, num_labels: int) -> None:
         super().__init__()
@@ -49,6 +52,17 @@ class ObservedNet(nn.Module):
             nn.Tanh(),
             nn.Linear(16, num_labels),
         ).double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.body(images.double())
+        return logits
+
+
+class ObservedNet(FaultNet):
+    """The same net, which waits for the kill and saves its weights."""
+
+    def __init__(self, num_labels: int) -> None:
+        super().__init__(num_labels)
         self.trained = 0
 
     def forward(self, images: Tensor) -> Tensor:
@@ -58,12 +72,17 @@ class ObservedNet(nn.Module):
             self.trained += 1
             if self.trained > LAST_KILL:
                 wait_until(Path("killed").exists, LIMIT)
-        return self.body(images.double())
+        return super().forward(images)
 
 
 def observed(num_labels: int) -> nn.Module:
     """Make the net, for `--model`."""
     return ObservedNet(num_labels)
+
+
+def unobserved(num_labels: int) -> nn.Module:
+    """Make the same net for threads of a test."""
+    return FaultNet(num_labels)
 
 
 def weights_file(folder: Path, pid: int) -> Path:
@@ -94,6 +113,7 @@ class FaultRun:
         self.count = workers
         self._command = Command(*self._words, folder=folder)
         self.pids: dict[int, int] = {}
+        self._servers: list[psutil.Process] = []
 
     @property
     def run_folder(self) -> Path:
@@ -105,7 +125,10 @@ class FaultRun:
         for process in self._command.family():
             variables = environment_of(process)
             worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
-            self.pids[worker.local_rank] = process.pid
+            if worker.local_rank == self.count:  # a server's rank follows the workers'
+                self._servers.append(process)
+            else:
+                self.pids[worker.local_rank] = process.pid
         assert sorted(self.pids) == list(range(self.count))
 
     def reach_checkpoint(self) -> None:
@@ -143,6 +166,10 @@ class FaultRun:
     def workers(self) -> list[psutil.Process]:
         """Return the processes of the workers."""
         return [psutil.Process(pid) for pid in self.pids.values()]
+
+    def servers(self) -> list[psutil.Process]:
+        """Return the server of merges, if the run has one, once `reach` has returned."""
+        return self._servers
 
     def weights_of(self, local_rank: int) -> Mapping[str, Tensor]:
         """Return the weights that a worker's process had in its last evaluation."""
