@@ -55,6 +55,7 @@ _JUDGE_S = 0.25  # between two judgments of the evidence
 _PROGRESS_S = 1.0  # between two reports of progress
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
+_ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -186,14 +187,21 @@ class Membership:
         self.line.broadcast(LEAVING, {"member": self._member.id})
 
     def end_run(self, reason: str, status: int) -> None:
-        """Ask all members and supervisors to end the run, from any thread; no vote begins any more.
+        """End the run on all machines, from any thread; no vote begins any more.
+
+        This machine's supervisor is asked, if it lives: it ends the run already where it has sent
+        the signal itself, and then has the reason. Otherwise all processes are asked.
 
         Args:
             reason: why, a sentence.
             status: the exit status of the run's commands.
         """
         self._ending = True
-        self.line.broadcast(END, {"text": reason, "status": status})
+        body: dict[str, Any] = {"text": reason, "status": status}
+        supervisor = supervisor_name(self._member.machine)
+        if self.line.silence(supervisor) < _ALIVE_S and self.line.send(supervisor, END, body):
+            return
+        self.line.broadcast(END, body)
 
     def when_end_is_asked(self, call: Callable[[bool], None]) -> None:
         """Let a request to end the run, of another process, call a function on the line's thread.
