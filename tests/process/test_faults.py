@@ -12,32 +12,31 @@ from torch import Tensor
 
 from paceline.cli.main import main
 from tests.harness.processes.command import Result, all_end, rows_of
-from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, proof_of
+from tests.harness.processes.fault_runs import (
+    EXACT,
+    FIRST_KILL,
+    FaultRun,
+    distance,
+    proof_of,
+    requires_exact,
+)
 
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
     "replicated": ("--sync", "notified", "--update", "replicated", "--bucket_mb", "0.01"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
 }
-EXACT = 1e-10
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
     """The weights of one worker that trains the same data alone."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = FaultRun(folder, *SYNCS["allreduce"], workers=1)
+    run = FaultRun(folder, *SYNCS["allreduce"], machines=(1,))
     run.release()
     ended = run.wait()
     assert ended.status == 0, ended.text
     return run.weights()
-
-
-def requires_exact(run: FaultRun) -> None:
-    """Require that the run's files prove that each sample was trained once, in all epochs."""
-    proof = proof_of(run.run_folder)
-    assert proof.exact, proof.faults
-    assert proof.done == proof.extent.steps * proof.extent.epochs
 
 
 def requires_trained(
@@ -82,7 +81,7 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     workers: int,
     lost: tuple[int, ...],
 ) -> None:
-    run = FaultRun(tmp_path, *SYNCS[sync], workers=workers)
+    run = FaultRun(tmp_path, *SYNCS[sync], machines=(workers,))
     run.reach(FIRST_KILL)
     run.kill(*lost)
     run.release()
