@@ -26,6 +26,7 @@ SYNCS = {
     "replicated": ("--sync", "notified", "--update", "replicated", "--bucket_mb", "0.01"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
 }
+DYING = ("--model", "tests.harness.processes.dying_net:dying")
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,29 @@ def test_a_run_that_lost_a_part_of_its_state_reports_it_and_the_same_command_res
     assert "Traceback" not in ended.text
     again = run.again()
     assert again.status == 0, again.text
+    requires_exact(run)
+    assert distance(run.weights(), undisturbed) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("sync", "deaths"),
+    [
+        ("allreduce", ("0 saving 1", "3 evaluation 3", "1 forward 23")),
+        ("replicated", ("1 forward 7", "0 evaluation 2", "2 backward 20")),
+        ("sharded", ("2 evaluation 1", "0 saving 3", "3 backward 19")),
+    ],
+    ids=str,
+)
+def test_the_others_continue_whenever_in_an_epoch_workers_die(
+    tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str, deaths: tuple[str, ...]
+) -> None:
+    (tmp_path / "deaths").write_text("\n".join(deaths))
+    run = FaultRun(tmp_path, *SYNCS[sync], *DYING, "--checkpoint_steps", "3", machines=(4,))
+    run.release()
+    ended = run.wait()
+    assert ended.status == 0, ended.text
+    assert ended.text.count(" as generation ") == len(deaths)
+    assert "Traceback" not in ended.text
     requires_exact(run)
     assert distance(run.weights(), undisturbed) < EXACT
 
