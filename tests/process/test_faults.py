@@ -136,6 +136,20 @@ def test_the_others_continue_whenever_in_an_epoch_workers_die(
     assert distance(run.weights(), undisturbed) < EXACT
 
 
+def test_the_others_continue_where_workers_die_in_the_trials_of_autotuning(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "deaths").write_text("1 forward 18\n0 forward 34")
+    run = FaultRun(tmp_path, *DYING, "--epoch_size", "960", machines=(4,), epochs=3)
+    run.release()
+    ended = run.wait()
+    assert ended.status == 0, ended.text
+    starts, choice = run.starts(), ended.text.index("exchange: ")
+    assert len(starts) == 2
+    assert ended.text.rindex(" as generation ") < choice  # a world that changes begins them anew
+    requires_exact(run)
+
+
 def test_workers_train_to_the_end_without_their_supervisor(
     tmp_path: Path, undisturbed: Mapping[str, Tensor]
 ) -> None:

@@ -38,7 +38,7 @@ class DyingNet(ObservedNet):
 
         def save(_: object, state: Any, *words: Any, **options: Any) -> None:
             write(state, *words, **options)
-            if "paceline" in state:
+            if isinstance(state, dict) and "paceline" in state:
                 self._pass_by("saving")
 
         patch(torch, "save", save)
