@@ -38,6 +38,7 @@ from paceline.errors import ConfigError, PacelineError
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
+_REPORT_S = 1.0  # of those, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
@@ -74,6 +75,7 @@ class MachineWorkers:
         """By local rank, how workers ended whose loss the others survive."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
+        self._hurried = False  # a second signal came
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -96,8 +98,10 @@ class MachineWorkers:
                     )
                     failure = first or failure
                 self._signal(signal.SIGTERM)
-                self._report_failure(failure)
-            self._end()
+                ended = self._ended_within(_REPORT_S, hurry=True)
+                self._report_failure(failure)  # the last line: workers reported what they saved
+                if not ended:
+                    self._end()
         finally:
             self._signal(signal.SIGKILL)
             self._resources.close()
@@ -194,10 +198,10 @@ class MachineWorkers:
             return None
         own = worker.report(name)  # else what its exit status says
         failure = own or FailureReport.of_exit(name, event.returncode)
-        self._report_exit(local_rank, failure.text, failed=True)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
-            return failure
+            return failure  # no loss to report: the others end, too
+        self._report_exit(local_rank, failure.text, failed=True)
         self._lost[local_rank] = failure
         if self._workers:
             self._report(f"{failure.text} The other workers continue.")
@@ -218,7 +222,8 @@ class MachineWorkers:
 
     def _end(self) -> None:
         """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
-        if self._ended_within(_TERM_S, hurry=True):
+        limit = _SAVE_S if self._hurried else _TERM_S
+        if self._ended_within(limit - _REPORT_S, hurry=True):
             return
         self._signal(signal.SIGKILL)
         deadline = time.monotonic() + _REAP_S
@@ -241,6 +246,7 @@ class MachineWorkers:
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
             if hurry and isinstance(event, signal.Signals):
+                self._hurried = True
                 deadline = min(deadline, started + _SAVE_S)
             if left <= 0:
                 return False
