@@ -1,9 +1,9 @@
 """The fault suite's stores: the store of a run is lost in mid-run, and then one of its workers.
 
-The store is served by machine 0's supervisor, by Redis, or it is a shared folder. The run has two
-machines, of two workers and one: with Redis or a folder, the store is their witness, too. So each
-run loses a vote, and then a worker. It must train the same bits as a run that begins from the same
-step with the same workers.
+The store is served by machine 0's supervisor, by Redis or etcd, or it is a shared folder. The run
+has two machines, of two workers and one: with all but the first, the store is their witness, too.
+So each run loses a vote, and then a worker. It must train the same bits as a run that begins from
+the same step with the same workers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 from paceline.reduce.rank_state import MISSED
 from paceline.state.checkpoint_files import read_checkpoint
+from tests.harness.network.etcd_server import etcd_server
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.fault_runs import (
@@ -52,6 +53,13 @@ def redis(folder: Path) -> Iterator[Store]:
     with ExitStack() as server:
         url = server.enter_context(redis_server())
         yield ("--redis_url", url), lambda run: server.close()
+
+
+@contextmanager
+def etcd(folder: Path) -> Iterator[Store]:
+    with ExitStack() as server:
+        endpoint = server.enter_context(etcd_server(folder))
+        yield ("--etcd", endpoint), lambda run: server.close()
 
 
 @contextmanager
@@ -97,6 +105,7 @@ def requires_end(run: FaultRun) -> None:
         (redis, "replicated", 0),
         (redis, "sharded", 1),
         (redis, "int8", 0),
+        (etcd, "sharded", 0),
         (shared_folder, "allreduce", 0),
         (shared_folder, "replicated", 1),
         (shared_folder, "sharded", 0),
