@@ -443,13 +443,14 @@ class Steps:
 
         Args:
             stopped: a signal requested the end.
-            together: where the run survives lost members, all ranks wait for the leader's files.
+            together: where the run survives lost members, all ranks wait for the leader's files, if
+                there are any.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.survives:
+        if together and self.survives and self._checkpoints.saving:
             self._await_leader()
         if self._writer is not None:
             self._writer.wait()
