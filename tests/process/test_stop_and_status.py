@@ -103,9 +103,8 @@ def test_workers_are_stopped_whose_supervisor_is_killed_while_it_is_asked(
         wait_until(lambda: signal.SIGTERM in pending(supervisor))
         supervisor.send(signal.SIGKILL)
         result = stopping.result()
+    assert {record.process.pid for record in result.ended} >= {actor.pid for actor in actors}
     assert len(result.ended) == 3
-    assert all(actor.receive_line() == "outlived" for actor in actors)
-    assert all(actor.ended(within=0.5) for actor in actors)
 
 
 def record_of_supervisor(supervisor: Supervisor) -> MemberRecord:
