@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.control_line.frame_kinds import VOTE
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.generation_waits import Change, OutsideWorld
@@ -21,6 +23,7 @@ from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.errors import CommError, CommTimeout
+from paceline.replica.live_hooks import patch
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
@@ -71,6 +74,20 @@ class Members:
     def kill(self, rank: int) -> None:
         """End a member's connections, as the kernel does for a killed process."""
         self.all[rank].line.close()
+
+    def silence_after(self, rank: int, message: str) -> threading.Event:
+        """Let a member send nothing after its first message of a kind in a vote, to one member."""
+        line, ended = self.all[rank].line, threading.Event()
+        plain = line.send
+
+        def send(peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> bool:
+            sent = not ended.is_set() and plain(peer, kind, body, bulk)
+            if kind == VOTE and body["kind"] == message:
+                ended.set()
+            return sent
+
+        patch(line, "send", lambda _, *words: send(*words))
+        return ended
 
     def next(
         self, ranks: tuple[int, ...], present: Generation | None = None, error: CommError = LOST
@@ -169,6 +186,28 @@ def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
         )
     assert {member.id for member in second.members} == ids(members, 1, 2, 3)
     assert second.number == 2
+
+
+@pytest.mark.parametrize("message", ["Prepare", "Accept", "Decided"])
+def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
+    message: str, make: Callable[..., Members]
+) -> None:
+    members = make((1, 1, 1, 1, 1))
+    ended = members.silence_after(0, message)
+    members.kill(4)
+    assert ended.wait(LIMIT)
+    members.kill(0)
+    found = dict(zip((1, 2, 3), members.next((1, 2, 3)), strict=True))
+    behind = {  # those that learned of the first vote's outcome, if it came to one
+        rank: change
+        for rank, change in found.items()
+        if isinstance(change, Change) and len(change.generation.members) > 3
+    }
+    if behind:
+        first = agreed(list(behind.values()))
+        found |= zip(behind, members.next(tuple(behind), first), strict=True)
+    value = agreed(list(found.values()))
+    assert {member.id for member in value.members} == ids(members, 1, 2, 3)
 
 
 def test_a_world_whose_members_all_live_continues_with_all(make: Callable[..., Members]) -> None:

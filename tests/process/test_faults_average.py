@@ -19,6 +19,7 @@ from tests.harness.equivalence.trainer_rollbacks import TrainerRollbacks
 from tests.harness.processes import fault_runs
 from tests.harness.processes.command import all_end
 from tests.harness.processes.fault_runs import (
+    BATCH,
     EPOCHS,
     FIRST_KILL,
     LAST_KILL,
@@ -49,7 +50,7 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
         if (key := (form, workers, start, left)) not in trained:
             folder = tmp_path_factory.mktemp("replay") / "run"
             flags = (*FORMS[form], *TASK, "--model", f"{fault_runs.__name__}:unobserved")
-            flags = (*flags, "--num_epochs", str(EPOCHS))
+            flags = (*flags, "--batch_size", str(BATCH), "--num_epochs", str(EPOCHS))
             moments: list[list[Moment]] = [[(start, "forward")] * workers] if left else []
             run = TrainerRollbacks(
                 folder, flags, (workers,), moments, [left] if left else (), to_holders=True
@@ -108,7 +109,7 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     workers: int,
     lost: tuple[int, ...],
 ) -> None:
-    run = FaultRun(tmp_path, *FORMS[form], *served, workers=workers)
+    run = FaultRun(tmp_path, *FORMS[form], *served, machines=(workers,))
     # Two losses may be noticed one after the other: the start is an epoch's end, of which all
     # parts have a copy.
     run.reach(FIRST_KILL if len(lost) == 1 else LAST_KILL - 1)
