@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from signal import Signals
 from time import monotonic
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.evidence import EvidenceOptions
-from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import (
-    Change,
-    Membership,
-    OutsideWorld,
+from paceline.cluster.membership.control_line.frame_kinds import (
     control_secret,
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.generation_waits import Change, OutsideWorld
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import CommError, many
 from paceline.run.backup.backup_channel import HeldParts
@@ -193,9 +194,10 @@ class MemberLink:
             generation=generation.number,
             members=ids,
             lost=[member.id for member in change.lost],
-            reasons=[str(reason) for reason in change.reasons],
+            causes=[str(cause) for cause in change.causes],
             start=generation.start,
             seconds=waited,
+            detected_at=change.detected_at,
         )
         if group.rank == 0:
             size, start = many(group.size, "process"), generation.start
@@ -207,6 +209,16 @@ class MemberLink:
         token, _, step = generation.start_token.rpartition(":")
         start_name = SnapshotName(token, int(step))
         return Successor(group=group, start=start_name)
+
+    def end_with(self, signals: StopSignals) -> None:
+        """Let a signal to this process end the run on all machines, and let others end this one."""
+
+        def report(number: Signals) -> None:
+            name = self._generation.name_of(self._membership.id)
+            self._membership.end_run(f"{name}: stopped by {number.name}.", 128 + number)
+
+        signals.when_received(report)
+        self._membership.when_end_is_asked(signals.stop)
 
     def leave(self) -> None:
         """Report that this member ends well."""
@@ -251,5 +263,5 @@ class MemberLink:
 
 def _reasons(change: Change) -> str:
     """Return why members were lost, without the stop."""
-    reasons = "; ".join(str(reason).rstrip(".") for reason in change.reasons)
+    reasons = "; ".join(str(cause).rstrip(".") for cause in change.causes if cause)
     return reasons or "A connection between members was lost"

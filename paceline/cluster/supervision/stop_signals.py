@@ -32,7 +32,8 @@ class StopSignals:
     """
 
     def __init__(self, report: Callable[[signal.Signals], None] = lambda number: None) -> None:
-        self._report = report
+        self._reports = [report]
+        self._asked = False  # by another process of the run
         self._number = 0
         self._ended = threading.Event()
 
@@ -40,6 +41,18 @@ class StopSignals:
     def status(self) -> int:
         """The exit status that a signal asks for: 128 + its number; 0 as long as there is none."""
         return 128 + self._number if self._number else 0
+
+    def when_received(self, report: Callable[[signal.Signals], None]) -> None:
+        """Call a further function with the signal, in another thread."""
+        self._reports.append(report)
+
+    def stop(self) -> None:
+        """End this process as SIGTERM does, because another one ends the run; from any thread.
+
+        The signal isn't reported: the other process reports why the run ends.
+        """
+        self._asked = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def received(self, rescue: Callable[[], str]) -> Iterator[None]:
@@ -84,9 +97,10 @@ class StopSignals:
         while received := os.read(reader, 1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._number = received[0]
-                report_stop(signal.Signals(received[0]))
-                self._report(signal.Signals(received[0]))
                 deadline = monotonic() + _END_S
+                report_stop(signal.Signals(received[0]), consequence=self._asked)
+                for report in () if self._asked else self._reports:
+                    report(signal.Signals(received[0]))
                 if not self._ended.wait(_RESCUE_S):
                     saved = rescue()
                     if not self._ended.wait(max(0.0, deadline - monotonic())):
