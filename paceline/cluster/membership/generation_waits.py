@@ -22,8 +22,9 @@ class OutsideWorld(PeerLost):
     """Error of a member that is in no further generation.
 
     Attributes:
-        expelled: whether the others continue without it, so that it must write nothing; else there
-            is no quorum, or no state to continue from.
+        expelled: whether the others continue without it, so that it must write nothing. Otherwise
+            there is no quorum, or no state to continue from, or this member is on the losing side
+            of a cut link: it may write its newest state once.
     """
 
     expelled = False
@@ -37,6 +38,7 @@ class Change:
         generation: the next generation.
         lost: the members that aren't in it.
         left: whether one of them ended well, while the others still needed it.
+        silent: whether this member had no heartbeat of all members of the next generation.
         causes: why each of them was lost, a sentence without its stop; "" where this member has no
             evidence of it.
         detected_at: when the first suspicion or report came, by the monotonic clock.
@@ -46,6 +48,7 @@ class Change:
     generation: Generation
     lost: tuple[Member, ...]
     left: bool
+    silent: bool
     causes: tuple[str, ...]
     detected_at: float
     decided_at: float

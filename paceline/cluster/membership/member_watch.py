@@ -22,6 +22,8 @@ from paceline.cluster.membership.evidence import (
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.successor import View
 
+_RECENT = 0.5  # of the peer timeout: how old the last heartbeat of a member may be that is received
+
 TIMED_OUT_S = 2.0
 """Seconds after a timeout in which the members that wait for the same member report theirs."""
 
@@ -36,16 +38,21 @@ class MemberWatch:
     Attributes:
         suspicions: by the members' ids; no suspicion is withdrawn.
         leavers: the ids of members that have reported that they end well.
+        was_stopped: whether this process was stopped for longer than the peer timeout, so that the
+            others may have expelled it; set by `judge`.
     """
 
     def __init__(self, member: str, options: EvidenceOptions) -> None:
         self._member, self._options = member, options
         self._evidence: dict[str, MemberEvidence] = {}
         self._observer = Observer.starting(member, time.monotonic())
+        self._reports: dict[str, int] = {}  # the number of each member's last report
+        self._received: dict[str, frozenset[str]] = {}  # by member, those whose beats it receives
         self._left: set[str] = set()
         self._timed_out_at: float | None = None  # when the first member reported a timeout
         self.suspicions: dict[str, Suspicion] = {}
         self.leavers: set[str] = set()
+        self.was_stopped = False
 
     @property
     def watched(self) -> list[str]:
@@ -105,11 +112,35 @@ class MemberWatch:
         """Note its supervisor's report of a member's end."""
         self._note(member, exited=how)
 
-    def progressed(self, member: str, step: int) -> None:
-        """Note in which step a member is."""
+    def progressed(self, member: str, step: int, number: int, received: Mapping[str, int]) -> None:
+        """Note a member's report.
+
+        Args:
+            member: the member's id.
+            step: the step in which it is.
+            number: the number of the report.
+            received: as `received` returns it on that member.
+        """
+        self._reports[member], self._received[member] = number, frozenset(received)
         known = self._evidence.get(member)
         if known is not None and known.step != step:
             self._note(member, step=step, progress_at=time.monotonic())
+
+    def received(self) -> dict[str, int]:
+        """Return the members whose heartbeats come, with the numbers of their last reports."""
+        earliest = time.monotonic() - _RECENT * self._options.peer_timeout
+        return {
+            member: number
+            for member, number in self._reports.items()
+            if member in self._evidence and self._evidence[member].last_beat >= earliest
+        }
+
+    def are_silent(self, members: Set[str]) -> bool:
+        """Return whether all these members are suspected, because no heartbeat of them came."""
+        return all(
+            member in self.suspicions and self.suspicions[member].kind in ("frozen", "cut off")
+            for member in members
+        )
 
     def left(self, member: str, *, timed_out: bool) -> bool:
         """Note that a member has left the generation; return whether it is the first to time out.
@@ -131,6 +162,8 @@ class MemberWatch:
             silences: for each connected peer, the seconds since its last heartbeat.
         """
         now = time.monotonic()
+        if now - self._observer.judged_at > self._options.peer_timeout:
+            self.was_stopped = True
         for member in self._evidence.keys() & silences.keys():
             beat = now - silences[member]
             self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
@@ -138,6 +171,10 @@ class MemberWatch:
         if self._timed_out_at is not None and now >= self._timed_out_at + TIMED_OUT_S:
             for member in self._evidence:  # those that were interrupted in a wait have left, too
                 self._note(member, timed_out=tuple(sorted(self._left - {member})))
+        for member in self._evidence:
+            others = sorted(self._received.keys() & self._evidence.keys() - {member, self._member})
+            receivers = (other for other in others if member in self._received[other])
+            self._note(member, heard_by=tuple(receivers))
         self._observer = self._observer.at(now)
         judged = judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self.leavers}

@@ -38,6 +38,7 @@ from paceline.cluster.membership.control_store import ControlStore, ControlStore
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.generation_waits import Change, GenerationWaits, OutsideWorld
+from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
 from paceline.cluster.membership.voting.messages import (
@@ -49,10 +50,11 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, CommTimeout, PeerLost
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
-_PROGRESS_S = 1.0  # between two reports of progress
+_PROGRESS_S = 1.0  # between two reports of progress, unless the peer timeout is short
+_PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
@@ -87,6 +89,7 @@ class Membership:
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
         self._waits = GenerationWaits(self._stores)
+        self._lease = WriteLease(member.id, options.peer_timeout)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
         self._began = False
@@ -123,6 +126,7 @@ class Membership:
             self._generation = generation
             self._began = True
             self._watch.begin(generation, self.line.connected())
+            self._lease.enter(self._watch.watched)
             self._judge()
             self._report()
 
@@ -151,6 +155,22 @@ class Membership:
         """Record what this member holds; return False where nothing may be acknowledged."""
         return self._acceptor.acknowledge(generation, self._member.id, held)
 
+    def may_write(self) -> bool:
+        """Return whether this member is in the world, from any thread; wait until that is known.
+
+        It is known as long as the others receive this member's reports, and after a vote.
+        """
+        return self._lease.wait(self._options.timeout + 2 * self._options.peer_timeout)
+
+    def require_member(self, generation: Generation) -> None:
+        """Return if this member may record results of a generation; waits as `may_write`.
+
+        Raises:
+            PeerLost: it may not, because the next generation is being decided, or is.
+        """
+        if not self.may_write() or self._acceptor.has_promised(generation):
+            raise PeerLost(f"Generation {generation.number} records nothing more: it has ended.")
+
     def report_progress(self, step: int) -> None:
         """Note in which step this member is."""
         self._step = step
@@ -172,17 +192,13 @@ class Membership:
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
-            expelled = OutsideWorld(
-                f"{present.name_of(self._member.id)} was expelled from the "
-                "run, because the others had no sign of life from it; they continue without it."
-            )
-            expelled.expelled = True
-            raise expelled
+            raise _outside(present.name_of(self._member.id) or self._member.id, change)
         return change
 
     def leave(self) -> None:
         """Report that this member ends well: its connections' end is no loss."""
         self._closing = True
+        self._lease.release_all()
         self.line.broadcast(LEAVING, {"member": self._member.id})
 
     def end_run(self, reason: str, status: int) -> None:
@@ -193,6 +209,7 @@ class Membership:
             status: the exit status of the run's commands.
         """
         self._ending = True
+        self._lease.release_all()
         self.line.broadcast(END, {"text": reason, "status": status})
 
     def when_end_is_asked(self, call: Callable[[], None]) -> None:
@@ -229,6 +246,7 @@ class Membership:
                 self._note_progress(peer, body)
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
+                self._lease.release(peer)
             elif kind == END:
                 self._end(peer, body)
             elif kind in self._handlers:
@@ -260,6 +278,7 @@ class Membership:
 
     def _fail(self, error: CommError) -> None:
         """End the wait of the thread that trains with an error."""
+        self._lease.end()
         self._waits.fail(error)
         self._waits.interrupt(self._generation)
 
@@ -279,15 +298,25 @@ class Membership:
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
-        body: dict[str, Any] = {"generation": self._generation.id, "step": self._step}
+        body: dict[str, Any] = {
+            "generation": self._generation.id,
+            "step": self._step,
+            "number": self._lease.send(),
+            "received": self._watch.received(),
+        }
         self.line.broadcast(PROGRESS, body, self._watch.watched)
         self._note_progress(self._member.id, body)
         if not self._closing:
-            self.line.call_later(_PROGRESS_S, self._report)
+            pause = min(_PROGRESS_S, _PROGRESS_SHARE * self._options.peer_timeout)
+            self.line.call_later(pause, self._report)
 
     def _note_progress(self, member: str, body: Mapping[str, Any]) -> None:
         if body["generation"] == self._generation.id:
-            self._watch.progressed(member, body["step"])
+            self._watch.progressed(member, body["step"], body["number"], body["received"])
+            if self._member.id in body["received"]:
+                self._lease.confirm(member, body["received"][self._member.id])
+                if self._lease.lasts:
+                    self._watch.was_stopped = False
 
     def _leave(self, present: Generation, reason: str, *, timed_out: bool) -> None:
         """Leave a generation: report it, and vote on its successor."""
@@ -340,6 +369,7 @@ class Membership:
         if self._ending or peer not in members:
             return
         self._ending = True
+        self._lease.release_all()
         self.line.send(supervisor_name(self._member.machine), END, body)
         self._end_asked()
 
@@ -390,6 +420,7 @@ class Membership:
             generation=value,
             lost=lost,
             left=any(member.id in self._watch.leavers for member in lost),
+            silent=self._watch.are_silent(remaining) and not self._watch.was_stopped,
             causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
             decided_at=now,
@@ -398,6 +429,10 @@ class Membership:
         self._generation = value
         self._acceptors.know(value)
         self._watch.enter(value, self.line.connected())
+        if self._member.id in remaining:
+            self._lease.enter(remaining)
+        else:
+            self._lease.end()
         self._waits.decide(ended, change)
         if self._member.id not in remaining:
             self._closing = True
@@ -441,3 +476,20 @@ class _Guard:
         elif isinstance(error, Exception):
             self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
         return isinstance(error, Exception)
+
+
+def _outside(name: str, change: Change) -> OutsideWorld:
+    """Return the error of a member that isn't in the next generation."""
+    if change.silent:
+        machines = sorted({member.machine for member in change.generation.members})
+        numbers = ", ".join(map(str, machines))
+        which = f"machine {numbers}" if len(machines) == 1 else f"machines {numbers}"
+        return OutsideWorld(
+            f"{name} lost all processes on {which}, which continue the run without it."
+        )
+    expelled = OutsideWorld(
+        f"{name} was expelled from the run, because the others had no sign of life from it; they "
+        "continue without it."
+    )
+    expelled.expelled = True
+    return expelled
