@@ -8,7 +8,7 @@ next: waits for the decision          ◀──   decide: the next generation, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
@@ -139,3 +139,38 @@ class GenerationWaits:
         if self._store is not None:
             self._stores.remove(self._store[1])
             self._store = None
+
+
+def left_out(name: str, change: Change) -> OutsideWorld:
+    """Return the error of a member, given by its name, that isn't in the next generation."""
+    if change.silent:
+        numbers = sorted({member.machine for member in change.generation.members})
+        which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return OutsideWorld(f"{name} has lost {which}, where the run continues without it.")
+    error = OutsideWorld(
+        f"{name} was expelled from the run, because the others had no sign of life from it; they "
+        "continue without it."
+    )
+    error.expelled = True
+    return error
+
+
+def without_quorum(
+    member: Member, reached: str, reasons: Sequence[str], *, was_stopped: bool
+) -> OutsideWorld:
+    """Return the error of a member that reaches too few machines for a decision.
+
+    Args:
+        member: the member.
+        reached: how many machines it reaches, and of how many.
+        reasons: why it suspects others, each a sentence without its stop.
+        was_stopped: whether it was stopped for so long that the others may have expelled it.
+    """
+    error = OutsideWorld(
+        f"The run can't continue on machine {member.machine} ({member.host}): it reaches "
+        f"{reached}, which doesn't suffice to decide "
+        f"({'; '.join(reasons) or 'no decision was made'})."
+        + (" It was stopped, and the others may continue without it." if was_stopped else "")
+    )
+    error.expelled = was_stopped
+    return error

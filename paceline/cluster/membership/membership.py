@@ -37,7 +37,13 @@ from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.control_store import ControlStore, ControlStores
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.generation_waits import Change, GenerationWaits, OutsideWorld
+from paceline.cluster.membership.generation_waits import (
+    Change,
+    GenerationWaits,
+    OutsideWorld,
+    left_out,
+    without_quorum,
+)
 from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
@@ -50,7 +56,7 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.errors import CommError, CommTimeout, PeerLost, many
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
 _PROGRESS_S = 1.0  # between two reports of progress, unless the peer timeout is short
@@ -192,7 +198,7 @@ class Membership:
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
-            raise _outside(present.name_of(self._member.id) or self._member.id, change)
+            raise left_out(present.name_of(self._member.id) or self._member.id, change)
         return change
 
     def leave(self) -> None:
@@ -450,13 +456,12 @@ class Membership:
         if age > self._options.peer_timeout and (
             lacking or age > self._options.peer_timeout + self._options.timeout
         ):
-            reasons = "; ".join(each.reason for each in self._watch.suspicions.values())
-            machines = len(generation.machines)
             self._fail(
-                OutsideWorld(
-                    f"The run can't continue on machine {self._member.machine} "
-                    f"({self._member.host}): it reaches {len(reached)} of {machines} machines, "
-                    f"which doesn't suffice to decide ({reasons or 'no decision was made'})."
+                without_quorum(
+                    self._member,
+                    f"{len(reached)} of {many(len(generation.machines), 'machine')}",
+                    [each.reason for each in self._watch.suspicions.values()],
+                    was_stopped=self._watch.was_stopped,
                 )
             )
 
@@ -476,20 +481,3 @@ class _Guard:
         elif isinstance(error, Exception):
             self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
         return isinstance(error, Exception)
-
-
-def _outside(name: str, change: Change) -> OutsideWorld:
-    """Return the error of a member that isn't in the next generation."""
-    if change.silent:
-        machines = sorted({member.machine for member in change.generation.members})
-        numbers = ", ".join(map(str, machines))
-        which = f"machine {numbers}" if len(machines) == 1 else f"machines {numbers}"
-        return OutsideWorld(
-            f"{name} lost all processes on {which}, which continue the run without it."
-        )
-    expelled = OutsideWorld(
-        f"{name} was expelled from the run, because the others had no sign of life from it; they "
-        "continue without it."
-    )
-    expelled.expelled = True
-    return expelled

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from torch import Tensor, nn
 
+from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.observe.event_file import find_event_files, read_events
 from paceline.observe.ledger import Proof, prove
 from tests.harness.network.switched_machines import Switch
 from tests.harness.processes.command import Result
-from tests.harness.processes.fork_server import ServedPopen
+from tests.harness.processes.fork_server import ServedPopen, environment_of
 from tests.harness.processes.run_folders import wait_until, wait_until_step
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +64,7 @@ class MachineRun:
         words: further words of the command, among them the rendezvous.
         workers: for each machine, its number of workers.
         peer_timeout: seconds without a heartbeat after which a member is suspected.
+        output: the folder of runs, seen from a machine's.
     """
 
     def __init__(
@@ -70,20 +74,42 @@ class MachineRun:
         *words: str,
         workers: Sequence[int],
         peer_timeout: float,
+        output: str = "runs",
     ) -> None:
+        self._output = output
         self.folder, self.switch, self._workers = folder, switch, workers
         shards, batch = str(len(workers)), str(BATCH // len(workers))
         self._words = (*_WORDS, "--num_shards", shards, "--batch_size", batch, *words)
-        self._words += ("--peer_timeout", str(peer_timeout))
+        self._words += ("--peer_timeout", str(peer_timeout), "--output_dir", output)
         self._commands = [self._start(machine) for machine in range(len(workers))]
 
     def run_folder(self, machine: int) -> Path:
         """Return the run's folder on a machine."""
-        return self.folder / str(machine) / "runs" / "r"
+        return self.folder / str(machine) / self._output / "r"
 
     def reach(self, step: int) -> None:
         """Wait until rank 0 has completed a step."""
         wait_until_step(self.run_folder(0), step, generation=0, limit=LIMIT)
+
+    def processes(self, machine: int, *, supervised: bool = False) -> list[psutil.Process]:
+        """Return the processes of a machine; only its workers, if `supervised`."""
+        found = self.switch.processes(machine)
+        if supervised:
+            return [process for process in found if WORKER_VARIABLE in environment_of(process)]
+        return found
+
+    def stand_still(self) -> None:
+        """Wait until no machine has recorded anything for a while."""
+        quiet_s, last, since = 0.5, -1, time.monotonic()
+
+        def is_quiet() -> bool:
+            nonlocal last, since
+            written = [path.stat().st_size for path in self.folder.rglob("events.*.jsonl")]
+            if sum(written) != last:
+                last, since = sum(written), time.monotonic()
+            return time.monotonic() - since > quiet_s
+
+        wait_until(is_quiet, LIMIT)
 
     def release(self) -> None:
         """Let the workers train the steps from `HOLD` on."""

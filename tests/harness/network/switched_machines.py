@@ -10,11 +10,12 @@ namespace of the switch: a bridge, 10.77.0.100
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import psutil
 
 from tests.harness.network.namespaces import Machine, ip, namespaces
 
@@ -49,13 +50,11 @@ class Switch:
         """Let machines reach each other again."""
         self._set(machines, "type", "bridge_slave", "isolated", "off")
 
-    def send(self, machine: int, number: signal.Signals) -> None:
-        """Send a signal to all processes of a machine at once."""
+    def processes(self, machine: int) -> list[psutil.Process]:
+        """Return all processes of a machine."""
         command = ["ip", "netns", "pids", self.machines[machine].name]
         found = subprocess.run(command, check=True, capture_output=True, text=True)
-        for pid in found.stdout.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), number)
+        return [psutil.Process(int(pid)) for pid in found.stdout.split()]
 
     def _set(self, machines: tuple[int, ...], *words: str) -> None:
         for machine in machines:
