@@ -36,7 +36,6 @@ from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import CommError, many
-from paceline.recorder import MemberRecorder
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
@@ -172,9 +171,7 @@ class MemberLink:
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
-        run.recorder = MemberRecorder(
-            run.recorder, lambda: self._membership.require_member(run.context.group.generation)
-        )
+        run.require_member = lambda: self._membership.require_member(run.context.group.generation)
         run.when_entered(self._report_risk)
         self._report_risk()
 

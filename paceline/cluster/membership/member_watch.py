@@ -8,7 +8,7 @@ All of it is used on the control line's thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.successor import View
 
 _RECENT = 0.5  # of the peer timeout: how old the last heartbeat of a member may be that is received
+
+_SILENT = ("frozen", "cut off")
 
 TIMED_OUT_S = 2.0
 """Seconds after a timeout in which the members that wait for the same member report theirs."""
@@ -48,6 +50,7 @@ class MemberWatch:
         self._observer = Observer.starting(member, time.monotonic())
         self._reports: dict[str, int] = {}  # the number of each member's last report
         self._received: dict[str, frozenset[str]] = {}  # by member, those whose beats it receives
+        self._reported: dict[str, frozenset[str]] = {}  # by member, those that it suspects
         self._left: set[str] = set()
         self._timed_out_at: float | None = None  # when the first member reported a timeout
         self.suspicions: dict[str, Suspicion] = {}
@@ -97,6 +100,7 @@ class MemberWatch:
         self.suspicions = {
             member: each for member, each in self.suspicions.items() if member in self._evidence
         }
+        self._reported.clear()
         self._left.clear()
         self._timed_out_at = None
 
@@ -135,10 +139,18 @@ class MemberWatch:
             if member in self._evidence and self._evidence[member].last_beat >= earliest
         }
 
+    def apart(self) -> list[str]:
+        """Return the members whose heartbeats don't come, for reports to the others."""
+        return [member for member, each in self.suspicions.items() if each.kind in _SILENT]
+
+    def reported(self, member: str, apart: Iterable[str]) -> None:
+        """Note another member's `apart`."""
+        self._reported[member] = frozenset(apart)
+
     def are_silent(self, members: Set[str]) -> bool:
         """Return whether all these members are suspected, because no heartbeat of them came."""
         return all(
-            member in self.suspicions and self.suspicions[member].kind in ("frozen", "cut off")
+            member in self.suspicions and self.suspicions[member].kind in _SILENT
             for member in members
         )
 
@@ -176,11 +188,30 @@ class MemberWatch:
             receivers = (other for other in others if member in self._received[other])
             self._note(member, heard_by=tuple(receivers))
         self._observer = self._observer.at(now)
-        judged = judge(now, self._evidence, self._options, self._observer)
+        judged = self._cut_links() | judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self.leavers}
         new = present.keys() - self.suspicions.keys()
         self.suspicions.update({member: present[member] for member in new})
         return bool(new)
+
+    def _cut_links(self) -> dict[str, Suspicion]:
+        """Suspect one of two members that don't reach each other, while both reach this one.
+
+        All members that reach both suspect the same one, that of the higher rank.
+        """
+        received, suspected = self.received(), dict[str, Suspicion]()
+        ranks = list(self._evidence)
+        for one, apart in self._reported.items():
+            for other in apart & received.keys():
+                if one in received and self._member not in (one, other):
+                    lower, higher = sorted((one, other), key=ranks.index)
+                    names = self._evidence[higher].name, self._evidence[lower].name
+                    suspected[higher] = Suspicion(
+                        kind="cut off",
+                        reason=f"the link between {names[0]} and {names[1]} is cut, and the others "
+                        "continue without the first",
+                    )
+        return suspected
 
     def _note(self, member: str, **fields: Any) -> None:
         if member in self._evidence:
