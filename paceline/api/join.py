@@ -36,6 +36,7 @@ from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
+from paceline.recorder import MemberRecorder
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import (
     Start,
