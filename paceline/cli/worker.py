@@ -78,6 +78,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             agree=partial(agree_on_model, config, group, store),
             next_generation=None if link is None else link.next_generation,
             backup=None if link is None else link.backup,
+            announce=None if link is None else link.announce,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
@@ -96,7 +97,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         presence = RunPresence.of_member(folder, group.member, report=report)
         stack.callback(presence.close)
         if link is not None:
-            link.begin(run)
+            link.begin(run, folder)
             declare_survivable()
         ended = _run(trainer, signals, folder)
         if link is not None:

@@ -24,8 +24,6 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
     change      generation g follows, without the lost members; why each was lost ("" if this member
                 has no evidence of it), the step from which it continues, and the seconds from the
                 detection to the decision
-    recovered   generation g ended the first step that wasn't made before; the seconds since the
-                detection of the loss
     merge       with --sync average, before step s: a fragment's weights, as they were taken after
                 another step, are merged
 """
@@ -59,7 +57,6 @@ FIELDS = {
     "buckets": ("parameters",),
     "predicted": ("exchange", "milliseconds"),
     "change": ("generation", "members", "lost", "causes", "start", "seconds"),
-    "recovered": ("generation", "seconds"),
     "merge": ("step", "fragment", "taken_after"),
     "end": ("generation",),
 }

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from signal import Signals
 from socket import gethostbyname
 from time import monotonic
@@ -35,15 +36,18 @@ from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.errors import CommError, many
+from paceline.errors import CheckpointError, CommError, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
 from paceline.run.steps import Successor
+from paceline.state.checkpoint_files import FOLDER
+from paceline.state.checkpoint_writer import Checkpoint
+from paceline.state.file_integrity import contents_id
 from paceline.state.snapshots import SnapshotName
 
-_BACKUP, _CONFIRMED = "backup", "confirmed"
+_BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
 
 
 def join_membership(
@@ -162,12 +166,21 @@ class MemberLink:
         self._membership, self._generation = membership, generation
         self._witness_machine = witness_machine
         self._run: Run | None = None
+        self._folder: Path | None = None
+        self._durable: tuple[Held, ...] = ()  # the newest checkpoints that this member can read
         self.backup = SnapshotBackup(self, self._record_held)
         membership.handle(_BACKUP, self._receive)
         membership.handle(_CONFIRMED, self._confirm)
+        membership.handle(_DURABLE, self._note_written)
 
-    def begin(self, run: Run) -> None:
-        """Take part in votes from now on; the run's first generation has its number."""
+    def begin(self, run: Run, folder: Path | None) -> None:
+        """Take part in votes from now on; the run's first generation has its number.
+
+        Args:
+            run: the run.
+            folder: its folder on this machine; None: it saves no checkpoints.
+        """
+        self._folder = folder
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
@@ -200,11 +213,15 @@ class MemberLink:
         if change.left:
             raise error
         generation = self._generation = change.generation
-        if not generation.start_token:
-            sentence = (
-                f"{_reasons(change)}. With that, all copies of a part of the state are lost, and "
-                "no snapshot in memory is whole."
+        durable = not generation.start_token
+        reasons = _reasons(change)
+        if durable:
+            reasons += (
+                ". With that, all copies of a part of the state are lost, and no snapshot in "
+                "memory is whole"
             )
+        if durable and self._folder is None:
+            sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
             if generation.leader.id == self._membership.id:
                 print_message(sentence)  # the supervisor reports the first loss alone
             raise OutsideWorld(sentence)
@@ -224,13 +241,34 @@ class MemberLink:
         if group.rank == 0:
             size, start = many(group.size, "process"), generation.start
             verb = "continues" if group.size == 1 else "continue"
+            state = "the durable state of step" if durable else "step"
             print_message(
-                f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
+                f"{reasons}. {size} {verb} from {state} {start:,} as generation "
                 f"{generation.number}, decided after {waited:.2f} s."
             )
+        if durable:
+            return Successor(group=group, start=None)
         token, _, step = generation.start_token.rpartition(":")
         start_name = SnapshotName(token, int(step))
         return Successor(group=group, start=start_name)
+
+    def announce(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Report to all members that a checkpoint is on this machine's disk; from any thread."""
+        (*_, (generation, _)) = checkpoint.state["lineage"]
+        token = f"{checkpoint.name.token}:{checkpoint.name.step}"
+        held = Held(generation=generation, token=token, step=checkpoint.step, durable=True)
+        self._note_durable(held)
+        self._membership.line.broadcast(
+            _DURABLE,
+            {
+                "generation": generation,
+                "token": token,
+                "step": held.step,
+                "file": path.name,
+                "contents": contents_id(path),
+            },
+            [member.id for member in self._generation.members],
+        )
 
     def end_with(self, signals: StopSignals) -> None:
         """Let a signal to this process end the run on all machines, and let others end this one."""
@@ -275,6 +313,23 @@ class MemberLink:
     def _confirm(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
         self.backup.confirm(SnapshotName(body["token"], body["step"]))
 
+    def _note_written(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        """Note a checkpoint that another member has written, if this machine has the file, too."""
+        if self._folder is None:
+            return
+        with suppress(CheckpointError, OSError):
+            path = self._folder / FOLDER / Path(body["file"]).name
+            if contents_id(path) == body["contents"]:
+                generation, token, step = body["generation"], body["token"], body["step"]
+                self._note_durable(
+                    Held(generation=generation, token=token, step=step, durable=True)
+                )
+
+    def _note_durable(self, held: Held) -> None:
+        """Record a checkpoint; the one before it counts where this one turns out to be void."""
+        self._durable = (*self._durable, held)[-2:]
+        self.backup.record()
+
     def _record_held(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
         """Record what is held in the machine's acceptor record, as `RecordHeld` does."""
         records = tuple(
@@ -284,10 +339,11 @@ class MemberLink:
                 step=each.completed,
                 parts=tuple(sorted(each.parts)),
                 members=len(each.whole),
+                complete=each.complete,
             )
             for name, each in held.items()
         )
-        return self._membership.acknowledge(self._generation, records)
+        return self._membership.acknowledge(self._generation, (*records, *self._durable))
 
 
 def _reasons(change: Change) -> str:

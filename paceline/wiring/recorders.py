@@ -69,8 +69,7 @@ def build_leader_recorder(
 
 
 def report_recovery(run: Run, generation: int, seconds: float) -> None:
-    """Record, and print as the leader, what the losses before a generation cost."""
-    run.recorder.event("recovered", generation=generation, seconds=seconds)
+    """Print, as the leader, what the losses before a generation cost."""
     if run.leads:
         print_message(
             f"Generation {generation} made its first new step {seconds:.2f} s after the loss was "

@@ -92,7 +92,7 @@ class Membership:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
         self._step = 0
-        self._end_asked: Callable[[], None] = lambda: None
+        self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
         self._waits = GenerationWaits(self._stores)
@@ -219,10 +219,13 @@ class Membership:
         self._lease.release_all()
         self.line.broadcast(END, {"text": reason, "status": status})
 
-    def when_end_is_asked(self, call: Callable[[], None]) -> None:
+    def when_end_is_asked(self, call: Callable[[bool], None]) -> None:
         """Let a request to end the run, of another process, call a function on the line's thread.
 
         No vote begins any more: the function ends this process within seconds.
+
+        Args:
+            call: is given whether this machine's supervisor is connected, and ends its workers.
         """
         self._end_asked = call
 
@@ -386,8 +389,7 @@ class Membership:
             return
         self._ending = True
         self._lease.release_all()
-        self.line.send(supervisor_name(self._member.machine), END, body)
-        self._end_asked()
+        self._end_asked(self.line.send(supervisor_name(self._member.machine), END, body))
 
     def _vote_message(self, peer: str, body: Mapping[str, Any]) -> None:
         replied = self._acceptors.reply(peer, body)

@@ -34,6 +34,7 @@ class StopSignals:
     def __init__(self, report: Callable[[signal.Signals], None] = lambda number: None) -> None:
         self._reports = [report]
         self._asked = False  # by another process of the run
+        self._receiving = False
         self._number = 0
         self._ended = threading.Event()
 
@@ -46,13 +47,18 @@ class StopSignals:
         """Call a further function with the signal, in another thread."""
         self._reports.append(report)
 
-    def stop(self) -> None:
+    def stop(self, supervised: bool) -> None:
         """End this process as SIGTERM does, because another one ends the run; from any thread.
 
         The signal isn't reported: the other process reports why the run ends.
+
+        Args:
+            supervised: whether a supervisor ends it, too. Then a process that doesn't receive the
+                signal, and would end at once, waits for that: its supervisor has the reason.
         """
         self._asked = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        if self._receiving or not supervised:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def received(self, rescue: Callable[[], str]) -> Iterator[None]:
@@ -82,9 +88,11 @@ class StopSignals:
             target=self._listen, args=(reader, rescue), name="signals", daemon=True
         )
         thread.start()
+        self._receiving = True
         try:
             yield
         finally:
+            self._receiving = False
             self._ended.set()
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
