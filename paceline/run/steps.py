@@ -126,6 +126,8 @@ class Steps:
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
+        if writer is not None:
+            writer.may_write = lambda: run.may_write()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums

@@ -22,7 +22,7 @@ from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
 from tests.harness.processes.worlds import world_of
 
@@ -167,7 +167,11 @@ def test_the_others_agree_on_a_generation_without_a_lost_member(
     assert value.start == (6 if lost == 1 else 4)
     assert value.ancestors == members.generation.lineage
     held = held_by(members, others[0], 7)
-    assert not members.all[others[0]].acknowledge(members.generation, (held,))
+    first = members.all[others[0]]
+    assert not first.acknowledge(members.generation, (held,))
+    with pytest.raises(PeerLost, match="Generation 0 records nothing more"):
+        first.require_member(members.generation)
+    first.require_member(value)
 
 
 def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
@@ -229,6 +233,8 @@ def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
     (refused,) = other.next((1,))
     assert isinstance(refused, OutsideWorld)
     assert "reaches 1 of 2 machines" in str(refused)
+    assert not refused.expelled
+    assert not other.all[1].may_write()
 
 
 def test_a_witness_lets_either_machine_of_a_pair_continue(
@@ -259,6 +265,10 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
     (refused,) = members.next((1,))
     assert isinstance(refused, OutsideWorld)
     assert "expelled" in str(refused)
+    assert members.all[0].may_write()
+    assert not members.all[1].may_write()
+    with pytest.raises(PeerLost):
+        members.all[1].require_member(members.generation)
 
 
 def test_a_store_of_a_later_generation_serves_its_members(make: Callable[..., Members]) -> None:
