@@ -22,6 +22,7 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
+from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
@@ -56,7 +57,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
         link = None
-        if survives and config.output.snapshots and config.sync.sync != "average":
+        if survives and config.output.snapshots:
             group, link = _join_membership(config, group, store)
         if link is not None:
             stack.callback(link.close)
@@ -99,7 +100,12 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         if link is not None:
             link.begin(run, folder)
             declare_survivable()
-        ended = _run(trainer, signals, folder)
+        try:
+            ended = _run(trainer, signals, folder)
+        except ServerLost:  # on all workers: that this one ends is no loss
+            if link is not None:
+                link.leave()
+            raise
         if link is not None:
             link.leave()
         if not ended:

@@ -31,6 +31,7 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
+from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
@@ -125,6 +126,8 @@ class Steps:
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
+        if writer is not None:
+            writer.may_write = lambda: run.may_write()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
@@ -237,6 +240,7 @@ class Steps:
             CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
             CheckpointError: no member can read the durable state.
+            ServerLost: the run has no server of merges any more; the state is saved.
         """
         assert self._next_generation is not None
         reached = replace(self.position)
@@ -244,8 +248,10 @@ class Steps:
             successor = self._next_generation(error, self._snapshots.held)
             try:
                 if successor.start is None:
-                    return self._enter_from_disk(successor.group, reached)
-                return self._enter(successor.group, successor.start, successor.parts)
+                    self._enter_from_disk(successor.group, reached)
+                else:
+                    self._enter(successor.group, successor.start, successor.parts)
+                return self._end_without_server()
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost
@@ -300,6 +306,13 @@ class Steps:
     def _record_restart(self) -> None:
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
+
+    def _end_without_server(self) -> None:
+        """Save what all ranks have gone back to, and end, where the server of merges is lost."""
+        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
+            self.save()
+            self._await_leader()
+            raise self._replica.ends
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ next: waits for the decision          ◀──   decide: the next generation, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
@@ -22,8 +22,9 @@ class OutsideWorld(PeerLost):
     """Error of a member that is in no further generation.
 
     Attributes:
-        expelled: whether the others continue without it, so that it must write nothing; else there
-            is no quorum, or no state to continue from.
+        expelled: whether the others continue without it, so that it must write nothing. Otherwise
+            there is no quorum, or no state to continue from, or this member is on the losing side
+            of a cut link: it may write its newest state once.
     """
 
     expelled = False
@@ -37,6 +38,7 @@ class Change:
         generation: the next generation.
         lost: the members that aren't in it.
         left: whether one of them ended well, while the others still needed it.
+        silent: whether this member had no heartbeat of all members of the next generation.
         causes: why each of them was lost, a sentence without its stop; "" where this member has no
             evidence of it.
         detected_at: when the first suspicion or report came, by the monotonic clock.
@@ -46,6 +48,7 @@ class Change:
     generation: Generation
     lost: tuple[Member, ...]
     left: bool
+    silent: bool
     causes: tuple[str, ...]
     detected_at: float
     decided_at: float
@@ -136,3 +139,38 @@ class GenerationWaits:
         if self._store is not None:
             self._stores.remove(self._store[1])
             self._store = None
+
+
+def left_out(name: str, change: Change) -> OutsideWorld:
+    """Return the error of a member, given by its name, that isn't in the next generation."""
+    if change.silent:
+        numbers = sorted({member.machine for member in change.generation.members})
+        which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return OutsideWorld(f"{name} has lost {which}, where the run continues without it.")
+    error = OutsideWorld(
+        f"{name} was expelled from the run, because the others had no sign of life from it; they "
+        "continue without it."
+    )
+    error.expelled = True
+    return error
+
+
+def without_quorum(
+    member: Member, reached: str, reasons: Sequence[str], *, was_stopped: bool
+) -> OutsideWorld:
+    """Return the error of a member that reaches too few machines for a decision.
+
+    Args:
+        member: the member.
+        reached: how many machines it reaches, and of how many.
+        reasons: why it suspects others, each a sentence without its stop.
+        was_stopped: whether it was stopped for so long that the others may have expelled it.
+    """
+    error = OutsideWorld(
+        f"The run can't continue on machine {member.machine} ({member.host}): it reaches "
+        f"{reached}, which doesn't suffice to decide "
+        f"({'; '.join(reasons) or 'no decision was made'})."
+        + (" It was stopped, and the others may continue without it." if was_stopped else "")
+    )
+    error.expelled = was_stopped
+    return error

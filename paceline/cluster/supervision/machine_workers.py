@@ -9,7 +9,8 @@ The first report in the store is the run's, and every machine prints it.
 
 A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
 continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
-does. An error of a worker's own ends the run, because another worker would meet it too.
+does. An error of a worker's own ends the run, because another worker would meet it too. The workers
+don't continue without a server of merges: they save their state, and end by themselves.
 
 Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
 what saving takes. Nothing is on the disk: a worker's error file is memory of this process.
@@ -74,7 +75,8 @@ class MachineWorkers:
         """By local rank, those whose end is no event yet."""
 
         self._lost: dict[str, FailureReport] = {}
-        """By their names at that time, how workers ended whose loss the others survive."""
+        """By their names at that time, how workers ended whose loss the others survive; and how
+        the server did."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
         self._hurried = False  # a second signal came
@@ -162,7 +164,7 @@ class MachineWorkers:
         """Wait until the workers have ended, well (None) or with the reason for the run's end."""
         failures: list[FailureReport] = []
         deadline: float | None = None
-        while self._workers or failures:
+        while (self._workers and not self._all_lost) or failures:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
@@ -173,7 +175,7 @@ class MachineWorkers:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        if not failures and len(self._lost) < self._plan.workers:
+        if not failures and not self._all_lost:
             if self._lost:
                 names = ", ".join(self._lost)
                 self._report(f"the run is finished; it continued without {names}.")
@@ -209,9 +211,16 @@ class MachineWorkers:
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
-        if self._workers:
+        if local_rank == self._plan.workers:
+            self._report(f"{failure.text} The workers save their state, and the run ends.")
+        elif self._workers:
             self._report(f"{failure.text} The other workers continue.")
         return None
+
+    @property
+    def _all_lost(self) -> bool:
+        """Whether all workers are lost; a server may still wait for others."""
+        return len(self._lost.keys() - {self._name(self._plan.workers)}) == self._plan.workers
 
     def _report_exit(self, local_rank: int, name: str, text: str, *, failed: bool) -> None:
         if self._endpoint is not None:

@@ -121,6 +121,7 @@ class Rollbacks:
                     assert moment is None
                     break
                 replica.leave_generation()
+                assert replica.waited == 0  # it may be asked before the next generation
                 run.context.abort()
                 step, local = self._go_back(c, number, snapshots, objects)
                 run.enter(groups[number + 1])
