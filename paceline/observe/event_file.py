@@ -13,6 +13,10 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
                 optimizer's step trains several batches, each counts as a step, and a start names
                 the last one of them; `restore` has the number of completed steps
     restore     generation g resumes before step s: its ancestors' lines from step s on are void
+    change      the world changed to generation g: its members, who was lost and why, the step from
+                which it continues, what it took (seconds; `change_account.py`) and when this member
+                detected it, by the machine's monotonic clock
+    replay      generation g has trained again what the loss undid: step s, which was lost, begins
     step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
                 has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch
     buckets     the parameters of each bucket, as they are exchanged from here on
@@ -45,6 +49,11 @@ FIELDS = {
         *("batch", "model", "device", "id", "start", "ancestors"),
     ),
     "restore": ("generation", "step", "origin"),
+    "change": (
+        *("generation", "members", "lost", "reasons", "start", "steps", "detected_at", "vote"),
+        *("interrupt", "decide", "restore", "form"),
+    ),
+    "replay": ("generation", "step", "steps", "resume", "replay"),
     "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),
     "loss": ("generation", "step", "loss"),
     "speeds": ("generation", "step", "milliseconds", "slowest", "first", "shares"),

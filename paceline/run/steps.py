@@ -31,6 +31,7 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
+from paceline.observe.change_account import ChangeAccount, ChangeTimes
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
@@ -60,11 +61,16 @@ class Successor:
         start: the snapshot from which it continues, which all its ranks hold.
         parts: for members that aren't in it, what the snapshot has of each alone; each of them is
             given to one rank.
+        detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
+            training thread.
+        entered: called once the generation is entered, with what that took.
     """
 
     group: Group
     start: SnapshotName
     parts: Sequence[OwnPart] = ()
+    detected_at: float | None = None
+    entered: Callable[[ChangeTimes], None] = lambda times: None
 
 
 NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
@@ -115,6 +121,7 @@ class Steps:
         self.speeds = speeds
         self._snapshots, self._next_generation = snapshots, next_generation
         self.went_back = False
+        self._changes = ChangeAccount()
         self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
@@ -217,6 +224,7 @@ class Steps:
         """
         if not self.survives:
             raise error
+        self._changes.lose(self.position.number)
         self._replica.leave_generation()
         self.run.context.abort()
         _clear_frames(error)
@@ -232,7 +240,9 @@ class Steps:
         """
         assert self._next_generation is not None
         while True:
+            self._changes.leave()
             successor = self._next_generation(error, self._snapshots.held)
+            self._changes.decide(successor.detected_at)
             try:
                 return self._enter(successor)
             except CommError as lost:
@@ -247,6 +257,7 @@ class Steps:
         parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self._changes.restore(self.position.number)
         self.went_back = True
         self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
@@ -257,6 +268,7 @@ class Steps:
         self._begin_generation(saved=False)
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
+        successor.entered(self._changes.enter())
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self.run.recorder.event("note", text=note)
@@ -280,6 +292,7 @@ class Steps:
             CheckpointError: a checkpoint couldn't be written.
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
+        self._begin_step(number)
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
@@ -333,6 +346,13 @@ class Steps:
             check_interval=check_interval,
             times=times,
         )
+
+    def _begin_step(self, number: int) -> None:
+        replayed = self._changes.begin_step(number)
+        if replayed is not None:
+            self.run.recorder.event(
+                "replay", generation=self.generation, step=number, **asdict(replayed)
+            )
 
     @contextmanager
     def continue_step(self, batch: BatchSlice) -> Iterator[None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -31,6 +32,7 @@ from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import CommError, many
+from paceline.observe.change_account import ChangeTimes
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
@@ -187,26 +189,36 @@ class MemberLink:
             raise OutsideWorld(sentence)
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
-        waited = change.decided_at - change.detected_at
+        token, _, step = generation.start_token.rpartition(":")
+        start_name = SnapshotName(token, int(step))
+        return Successor(
+            group=group,
+            start=start_name,
+            detected_at=change.detected_at,
+            entered=partial(self._record_change, change, group),
+        )
+
+    def _record_change(self, change: Change, group: Group, times: ChangeTimes) -> None:
+        """Record what a change was and what it took; print it as rank 0."""
+        assert self._run is not None
+        generation = change.generation
         self._run.recorder.event(
             "change",
             generation=generation.number,
-            members=ids,
+            members=[member.id for member in generation.members],
             lost=[member.id for member in change.lost],
             reasons=[str(reason) for reason in change.reasons],
             start=generation.start,
-            seconds=waited,
+            vote=change.decided_at - change.detected_at,
+            **asdict(times),
         )
         if group.rank == 0:
-            size, start = many(group.size, "process"), generation.start
+            size = many(group.size, "process")
             verb = "continues" if group.size == 1 else "continue"
             print_message(
-                f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
-                f"{generation.number}, decided after {waited:.2f} s."
+                f"{_reasons(change)}. {size} {verb} from step {generation.start:,} as generation "
+                f"{generation.number} after {times}."
             )
-        token, _, step = generation.start_token.rpartition(":")
-        start_name = SnapshotName(token, int(step))
-        return Successor(group=group, start=start_name)
 
     def leave(self) -> None:
         """Report that this member ends well."""
