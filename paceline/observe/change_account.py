@@ -29,6 +29,7 @@ class ChangeTimes:
         restore: the restoration of the snapshot.
         form: the connections of the next generation, and the division of the state among its ranks.
         steps: the number of steps that are trained again.
+        interval: the interval between snapshots, in steps; 0: it wasn't measured yet.
     """
 
     detected_at: float
@@ -37,6 +38,7 @@ class ChangeTimes:
     restore: float
     form: float
     steps: int
+    interval: int
 
     @property
     def total(self) -> float:
@@ -76,7 +78,7 @@ class ChangeAccount:
         self._clock = clock
         self._noticed = self._left = self._decided = self._restored = self._entered = 0.0
         self._began: float | None = None  # the first step
-        self._first = self._lost = 0  # steps
+        self._first = self._lost = self._interval = 0  # steps
         self._replaying = False
 
     def lose(self, step: int) -> None:
@@ -98,9 +100,9 @@ class ChangeAccount:
         if detected_at is not None:
             self._noticed = min(self._noticed, detected_at)
 
-    def restore(self, step: int) -> None:
-        """Note that the snapshot before a step is restored."""
-        self._restored, self._first = self._clock(), step
+    def restore(self, step: int, interval: int) -> None:
+        """Note that the snapshot before a step is restored; the next one is an interval later."""
+        self._restored, self._first, self._interval = self._clock(), step, interval
 
     def enter(self) -> ChangeTimes:
         """Note that the next generation is entered; return what it took."""
@@ -112,6 +114,7 @@ class ChangeAccount:
             restore=self._restored - self._decided,
             form=self._entered - self._restored,
             steps=self._lost - self._first,
+            interval=self._interval,
         )
 
     def begin_step(self, step: int) -> ReplayTimes | None:

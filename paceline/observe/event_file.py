@@ -51,7 +51,7 @@ FIELDS = {
     "restore": ("generation", "step", "origin"),
     "change": (
         *("generation", "members", "lost", "reasons", "start", "steps", "detected_at", "vote"),
-        *("interrupt", "decide", "restore", "form"),
+        *("interrupt", "decide", "restore", "form", "interval"),
     ),
     "replay": ("generation", "step", "steps", "resume", "replay"),
     "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),

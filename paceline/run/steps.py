@@ -257,7 +257,7 @@ class Steps:
         parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
-        self._changes.restore(self.position.number)
+        self._changes.restore(self.position.number, self._snapshots.interval)
         self.went_back = True
         self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)

@@ -20,13 +20,13 @@ def test_a_change_is_divided_among_its_parts() -> None:
     changes.lose(8)
     changes.leave()
     changes.decide(9.0)
-    changes.restore(6)
+    changes.restore(6, 4)
     times = changes.enter()
     assert times.detected_at == 9
     parts = times.interrupt, times.decide, times.restore, times.form
     assert parts == (3, 3, 0.5, 1.5)
     assert times.total == 8
-    assert times.steps == 2
+    assert (times.steps, times.interval) == (2, 4)
     assert str(times) == "8.00 s (interrupt 3.00, decide 3.00, restore 0.50, form 1.50)"
 
 
@@ -36,7 +36,7 @@ def test_the_training_thread_may_detect_a_loss_first(detected_at: float | None) 
     changes.lose(0)
     changes.leave()
     changes.decide(detected_at)
-    changes.restore(0)
+    changes.restore(0, 1)
     assert changes.enter().detected_at == 10
 
 
@@ -44,7 +44,7 @@ def enter(changes: ChangeAccount, lost: int, start: int) -> None:
     changes.lose(lost)
     changes.leave()
     changes.decide(None)
-    changes.restore(start)
+    changes.restore(start, 1)
     changes.enter()
 
 
