@@ -11,7 +11,7 @@ repeated the steps since the last snapshot; S is the interval between two, which
 
 torchrun runs plain DDP (`recovery_ddp.py`) on the same work: the same model, batch, number of
 workers and moments, with a checkpoint in each S-th step. It restarts all four workers. Runs of both
-alternate. The runs are those of a machine with as many cores as it has; ResNet-50 has 64 x 64 images.
+alternate. ResNet-20 has 32 x 32 images, ResNet-50 64 x 64.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from recovery_runs import (
     PARTS,
     WORK,
     WORKERS,
+    Moment,
     PacelineRun,
     Recovery,
     RunFailed,
@@ -55,9 +56,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _measure(
-    model: str, options: argparse.Namespace
-) -> list[tuple[str, Sequence[Recovery], int]]:
+def _measure(model: str, options: argparse.Namespace) -> list[tuple[str, Sequence[Recovery], int]]:
     """Kill workers of a model's runs, by turns of both contenders."""
     own: list[Recovery] = []
     peer: list[Recovery] = []
@@ -83,7 +82,7 @@ def _measure(
 
 def _killed(
     found: list[Recovery],
-    schedule: Sequence[object],
+    schedule: Sequence[Moment],
     model: str,
     *,
     sync: str = "",
@@ -100,7 +99,8 @@ def _killed(
         try:
             with started(command, folder):
                 run = TorchrunRun(folder, interval) if interval else PacelineRun(folder)
-                found.extend(kill_workers(run, schedule))
+                for recovery in kill_workers(run, schedule):
+                    found.append(recovery)
         except RunFailed as error:
             print(f"failed: {error}", file=sys.stderr, flush=True)
             return len(schedule) - (len(found) - before)
@@ -111,7 +111,7 @@ def _line(name: str, found: Sequence[Recovery], failures: int) -> list[str]:
     """Return a contender's line of the table."""
     if not found:
         return [name, "0", str(failures), *[""] * (len(TITLES) - 3)]
-    parts = ["" if not each.parts else "" for each in found[:1]] * len(PARTS)
+    parts = [""] * len(PARTS)
     if found[0].parts:
         parts = [f"{median(each.parts[part] for each in found):.3f}" for part in PARTS]
     sums = [each.resumed for each in found]

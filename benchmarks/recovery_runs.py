@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ LOOK = 0.02  # seconds between two looks at the files
 WORKERS = 4
 WORK = {"resnet20": (64, 32, 10), "resnet50": (16, 64, 1000)}  # batch, image size, labels
 HERE = Path(__file__).parent
+# torch 2.13 gives restarted workers the store of the ones before, with their addresses: all fail.
+VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 PARTS = ("detect", "interrupt", "decide", "restore", "form", "resume")
 
 
@@ -52,7 +55,7 @@ class Moment:
 def moments(number: int) -> list[Moment]:
     """Return the moments of a run's kills, the same for all contenders."""
     draw = random.Random(number)
-    first = [Moment(draw.randint(25, 40), draw.random(), draw.random())]
+    first = [Moment(draw.randint(16, 32), draw.random(), draw.random())]
     return first + [
         Moment(draw.randint(3, 8), draw.random(), draw.random()) for _ in range(WORKERS - 2)
     ]
@@ -97,7 +100,7 @@ def kill_workers(run: KilledRun, schedule: Sequence[Moment]) -> Iterator[Recover
         for steps in range(1, moment.steps + 1):
             wait_until(lambda steps=steps: run.completed() >= steps, "the next step")
             times.append(time.monotonic())
-        lasted = median(after - before for before, after in zip(times, times[1:], strict=False))
+        lasted = median(after - before for before, after in pairwise(times))
         time.sleep(moment.part * lasted)
         killed_at = time.monotonic()
         os.kill(ranks[int(moment.victim * len(ranks))], signal.SIGKILL)
@@ -145,7 +148,7 @@ def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
             stdout=output,
             stderr=output,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **VARIABLES},
             start_new_session=True,
         )
     try:
@@ -195,7 +198,7 @@ class PacelineRun:
         batch, size, labels = WORK[model]
         return [
             *(sys.executable, "-m", "paceline.cli.main", "train", "--train_data", "null"),
-            *("--epoch_size", "1000000", "--augment", "none", "--model", model, "--sync", sync),
+            *("--augment", "none", "--model", model, "--sync", sync),
             *("--image_size", str(size), "--batch_size", str(batch), "--num_labels", str(labels)),
             *("--num_workers", str(WORKERS), "--run_id", "r", "--decode_threads", "1"),
             *("--base_learning_rate", "0.01"),
