@@ -573,6 +573,8 @@ class Steps:
 
 def _clear_frames(error: BaseException | None) -> None:
     """Release what the frames of an error and of its causes have of a generation's memory."""
-    while error is not None:
+    if error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        _clear_frames(error.__cause__)
+        if error.__context__ is not error.__cause__:  # an error may have both, and others
+            _clear_frames(error.__context__)

@@ -7,14 +7,22 @@ acknowledged; its copy of the start is handed over once the vote has decided:
     generation 0    survivor, peer 0
     generation 1    survivor, peer 1       peer 0 is lost in its step `LAST`
     …
+
+    python -m tests.harness.membership.replaced_peers FOLDER LOSSES --sync …
+
+prints a JSON object a generation: what the process has then. Of its memory, malloc has one arena:
+with an arena a thread, freed memory is scattered over those of ended threads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +30,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
+from paceline.cli.flags import parse
+from paceline.cluster.membership import membership
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
@@ -29,17 +39,18 @@ from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.membership import EXITED, Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
-from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
+from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.processes.worlds import world_of
 
 LAST = 6  # the step of a generation in which its peer is lost
 LIMIT = 60.0
+_M_ARENA_MAX = -8  # of mallopt(3)
 _CPU, _HERE = torch.device("cpu"), "127.0.0.1"
 _WORDS = (
     *("--train_data", "null", "--epoch_size", "96", "--image_size", "16", "--augment", "none"),
@@ -187,7 +198,7 @@ class ReplacedPeers:
         builder.start()
         self._survivor = survivor = Participant(self, groups[0], self._generation)
         builder.join(LIMIT)
-        self._peer = found[0]
+        self._peer = found.pop()
         self._connect(self._peer)
         self._start(self._peer.train)
         try:
@@ -207,7 +218,9 @@ class ReplacedPeers:
             assert member.released.wait(LIMIT)
             raise Ended
         assert self._peer.arrived.wait(LIMIT)
-        number = self._generation.number
+        number, writer = self._generation.number, self._survivor.trainer.steps._writer
+        assert writer is not None
+        writer.wait()
         self._look(number)
         if number == self._losses:
             raise Ended
@@ -258,8 +271,8 @@ class ReplacedPeers:
             except Ended:
                 peer.close()
                 exited = {"member": peer.member.id, "how": "was killed by SIGKILL"}
-                membership = survivor.membership
-                membership.line.post(lambda: membership.received("supervisor/0", EXITED, exited, b""))
+                own = survivor.membership
+                own.line.post(lambda: own.received("supervisor/0", EXITED, exited, b""))
 
         self._thread = threading.Thread(target=target)
         self._thread.start()
@@ -271,3 +284,19 @@ class ReplacedPeers:
         self._peer.released.set()
         self._thread.join(LIMIT)
         assert not self._thread.is_alive()
+
+
+def main(folder: str, losses: str, *words: str) -> None:
+    """Print what this process has in each generation."""
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    torch.set_num_threads(1)
+    membership._FORGET_S = 0.0  # after which connections to lost members are closed
+
+    def look(number: int) -> None:
+        print(json.dumps({"generation": number, **asdict(Usage.now())}), flush=True)
+
+    ReplacedPeers(Path(folder), words, int(losses), look).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
