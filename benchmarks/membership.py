@@ -11,7 +11,8 @@ ResNet-20 with 64 images of 32 x 32 in a step, under `paceline launch`. The part
     beats         of the thread that sends and receives heartbeats
 
 All are processor time. The share is their sum divided by the time of the steps: an upper bound,
-because only the first part is the training thread's. Each worker measures itself; the line shows the largest share of all.
+because only the first part is the training thread's. Each worker measures itself; a line of the
+table is of the worker with the largest share.
 """
 
 from __future__ import annotations
@@ -44,14 +45,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 THREADS = {"paceline-backup": "backup", "control line": "line", "control beats": "beats"}
 CALLS = ("report", "receive", "commit_next", "wait")  # of the training thread
-TITLES = [
-    "sync",
-    "steps",
-    "step, ms",
-    "acknowledge, µs",
-    *(f"{name}, µs" for name in THREADS.values()),
-]
-TITLES += ["share, %"]
+PARTS = ("acknowledge", *THREADS.values())
+TITLES = ["sync", "steps", "step, ms", *(f"{part}, µs" for part in PARTS), "share, %"]
 WIDTHS = [10, 8, 10, 18, 12, 12, 12, 10]
 BATCH, SIZE, LABELS, WARM = 64, 32, 10, 60
 
