@@ -229,16 +229,16 @@ class PacelineRun:
         )
         found = []
         for member in self._members:
-            (change,), (replay,) = self._events(member, "change"), self._events(member, "replay")
-            detect = {"detect": change["detected_at"] - killed_at}
-            parts = {**detect, **{name: {**change, **replay}[name] for name in PARTS[1:]}}
+            (took,), (replay,) = self._events(member, "recovery"), self._events(member, "replay")
+            detect = {"detect": took["detected_at"] - killed_at}
+            parts = {**detect, **{name: {**took, **replay}[name] for name in PARTS[1:]}}
             resumed = sum(parts.values())
             found.append(
                 Recovery(
                     resumed=resumed,
                     replayed=resumed + replay["replay"],
-                    interval=change["interval"],
-                    steps=change["steps"],
+                    interval=took["interval"],
+                    steps=took["steps"],
                     parts=parts,
                 )
             )

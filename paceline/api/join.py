@@ -32,6 +32,7 @@ from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
+from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
@@ -43,6 +44,7 @@ from paceline.wiring import (
     build_trackers,
     cores_per_worker,
     find_start,
+    report_recovery,
 )
 
 _FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
@@ -191,6 +193,7 @@ def _open_world(session: Session) -> World:
     session = session.join_membership()
     group = session.joined.group
     start, run, speed = Start(), session.make_run(), SpeedRecorder()
+    losses = LossHistory(partial(report_recovery, run))
     if path is not None:
         start = find_start(output, path, session.identity, run, session.device)
         for note in start.notes if group.rank == 0 else ():
@@ -202,6 +205,7 @@ def _open_world(session: Session) -> World:
             EventFile(path, group.member.id),
             build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
+            losses,
             trace=run.trace,
         )
     session.resources.callback(run.recorder.close)
@@ -213,6 +217,7 @@ def _open_world(session: Session) -> World:
                 run.context.group.generation,
                 world.steps,
                 samples_per_second=speed.samples_per_second(),
+                losses=losses.losses,
             )
 
         presence = RunPresence.of_member(path, group.member, report=report)

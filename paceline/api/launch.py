@@ -26,6 +26,7 @@ from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.event_queue import EventQueue
 from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.supervisor import print_message, run_workers
 from paceline.errors import ConfigError, PacelineError
 
@@ -68,7 +69,9 @@ def launch(function: Callable[..., Any], *arguments: Any, workers: int | None = 
         ]
         with closing(EventQueue()) as events:
             with events.signals():
-                failure = run_workers(plan, argv, events, report=print_message)
+                failure = run_workers(
+                    plan, argv, events, report=print_message, open_endpoint=MachineEndpoint
+                )
             if events.signal is not None:
                 signal.raise_signal(events.signal)  # whose handler is the caller's again
         if failure is not None:

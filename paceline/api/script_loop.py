@@ -220,6 +220,9 @@ class ScriptLoop:
         Where that is incomplete, the newest state in memory is saved. So it is where an error ended
         a cell after the epoch's steps: what follows them in the epoch is repeated. The model gets
         an update that a step has begun before its error, as in plain torch, if all ranks have.
+
+        Where the run survives lost peers, the ranks end together, once the state is on the disk: if
+        rank 0 is lost before, the next one writes it.
         """
         if self.steps is None or not self._position.begun:
             return
@@ -229,14 +232,41 @@ class ScriptLoop:
                 with suppress(CommError):  # a peer has gone before its own update
                     self.replica.settle()
             return
+        completed = self.begun and self._position.at_end and not self._position.unfinished
         with errors_name_arguments():
-            if self._position.at_end and not self._position.unfinished:
-                self.steps.end_epoch()
-            elif self._position.at_end and not self._position.left_early:
-                self.steps.rescue()
-            else:
-                self.steps.save()
-            self.steps.finish()
+            try:
+                self._save_last(self.steps)
+                self.steps.finish(together=completed)
+            except CommError as error:
+                if not completed:
+                    raise
+                self._finish_without_lost(self.steps, error)
+
+    def _save_last(self, steps: Steps) -> None:
+        if self._position.at_end and not self._position.unfinished:
+            steps.end_epoch()
+        elif self._position.at_end and not self._position.left_early:
+            steps.rescue()
+        else:
+            steps.save()
+
+    def _finish_without_lost(self, steps: Steps, error: CommError) -> None:
+        """Finish in a later generation, if that has the state after the last step.
+
+        Raises:
+            CommError: it doesn't: the same command resumes the run, and repeats its last steps.
+        """
+        done = self._position.position.number
+        while True:
+            self.rollback.lose(error)
+            self.rollback.go_back()
+            if self._position.position.number != done:
+                raise error
+            try:
+                self._save_last(steps)
+                return steps.finish(together=True)
+            except CommError as another:
+                error = another
 
     @property
     def parameters_unused(self) -> bool:

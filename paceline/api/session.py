@@ -94,6 +94,7 @@ class Session:
         )
         if link is not None:
             self.resources.callback(link.close)
+            link.end_with(self.signals)
         return replace(self, joined=replace(self.joined, group=group), link=link)
 
     def make_run(self) -> Run:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -42,10 +43,12 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
+from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.last_comparison import LastState, post_and_compare
+from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import NextGeneration, Steps
@@ -55,6 +58,7 @@ from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable
 from paceline.wiring import Start
 from paceline.wiring.pairs import Pair, refuse_missing
+from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.speeds import make_waited
 
 
@@ -457,6 +461,8 @@ class World:
                 constant={"config": session.identity},
                 report=print_message,
             )
+            if session.link is not None:
+                self._writer.announce = session.link.announce
         snapshots = StepSnapshots(
             self._run,
             replica,
@@ -491,9 +497,35 @@ class World:
             device=session.device,
             snapshots=snapshots,
             next_generation=self._next_generation,
+            durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
         )
         self._loop.use(steps)
+
+    def _durable_start(
+        self, objects: StateObjects, replicas: Sequence[Replica | AveragedReplica]
+    ) -> DurableStart | None:
+        """Return what goes back to the durable state; None without a run folder."""
+        session = self._session
+        if session.run is None:
+            return None
+
+        def report(sentence: str) -> None:
+            self._run.recorder.event("note", text=sentence)
+            if self._run.leads:
+                print_message(sentence)
+
+        return DurableStart(
+            self._run,
+            session.run,
+            session.output,
+            session.identity,
+            session.device,
+            restore=partial(restore_checkpoint, objects=objects),
+            replicas=lambda: replicas,
+            report=report,
+            refusal=_refusal,
+        )
 
     def _report(self, note: Message) -> None:
         """Record a note, and print it."""
@@ -545,5 +577,18 @@ class World:
         self._start = replace(self._start, state=None)
         link = self._session.link
         if link is not None and order is not None and steps.survives:
-            link.begin(self._run)
+            link.begin(self._run, self._session.run)
             declare_survivable()
+
+
+def _refusal(reached: Position, back: Position) -> str:
+    """Return why a script's loop can't go back to a checkpoint; "" if it can.
+
+    The script counts its epochs, and what it does between two of them isn't repeated.
+    """
+    if back.epoch == reached.epoch:
+        return ""
+    return (
+        f"the newest checkpoint is of epoch {back.epoch + 1}, and the script's loop is in epoch "
+        f"{reached.epoch + 1}"
+    )

@@ -18,6 +18,7 @@ import torch
 from paceline.cli.flags import parse, takes
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision import parent_death_watchdog as parent_death_watchdog
+from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.supervisor import supervise
 from paceline.config.launch import LaunchConfig
 from paceline.errors import ConfigError
@@ -58,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     workers = world.workers if counted else max(1, torch.cuda.device_count())
     plan = RunPlan.of(world, workers=workers)
     guarded = [sys.executable, "-I", "-S", parent_death_watchdog.__file__, *command]
-    return supervise(replace(plan, runs_command=True), guarded)
+    plan = replace(plan, runs_command=True)
+    return supervise(plan, guarded, open_endpoint=MachineEndpoint)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,13 +15,14 @@ from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.membership import OutsideWorld
+from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
+from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
@@ -59,11 +60,12 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             group, link = _join_membership(config, group, store)
         if link is not None:
             stack.callback(link.close)
+            link.end_with(signals)
         run = stack.enter_context(wiring.make_run(config, group, store, device, link))
         start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
-        speed = SpeedRecorder()
-        run.recorder = wiring.build_recorder(config, run, folder, start, speed)
+        speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))
+        run.recorder = wiring.build_recorder(config, run, folder, start, speed, losses)
         stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
@@ -76,6 +78,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             agree=partial(agree_on_model, config, group, store),
             next_generation=None if link is None else link.next_generation,
             backup=None if link is None else link.backup,
+            announce=None if link is None else link.announce,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
@@ -88,12 +91,13 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
                 run.context.group.generation,
                 trainer.steps.position.number,
                 samples_per_second=speed.samples_per_second(),
+                losses=losses.losses,
             )
 
         presence = RunPresence.of_member(folder, group.member, report=report)
         stack.callback(presence.close)
         if link is not None:
-            link.begin(run)
+            link.begin(run, folder)
             declare_survivable()
         ended = _run(trainer, signals, folder)
         if link is not None:

@@ -40,17 +40,6 @@ class ChangeTimes:
     steps: int
     interval: int
 
-    @property
-    def total(self) -> float:
-        """From the detection until the next generation is entered."""
-        return self.interrupt + self.decide + self.restore + self.form
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:.2f} s (interrupt {self.interrupt:.2f}, decide {self.decide:.2f}, "
-            f"restore {self.restore:.2f}, form {self.form:.2f})"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayTimes:

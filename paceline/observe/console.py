@@ -50,6 +50,8 @@ class Console(NullRecorder):
         terminal: whether `file` is a terminal; None: detected.
         width: number of columns of the terminal; None: detected.
         log: the CSV log, whose path is shown.
+        shown: returns the last epoch whose line an earlier leader, or this one, has shown before
+            the run went back; it isn't shown again.
         clock: returns seconds since an arbitrary origin.
     """
 
@@ -60,11 +62,12 @@ class Console(NullRecorder):
         terminal: bool | None = None,
         width: int | None = None,
         log: Path | None = None,
+        shown: Callable[[], int] = lambda: -1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
         self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
-        self._log, self._clock = log, clock
+        self._log, self._shown_epoch, self._clock = log, shown, clock
         self._started = self._shown = clock()
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
@@ -143,8 +146,10 @@ class Console(NullRecorder):
         self._shown = self._clock()
         self._rate.pause(self._shown)
         seen, self._samples = self._samples, 0  # in this start of the run
-        parts = [
-            f"{seen / fields['seconds']:,.0f} images/s",
+        if fields["epoch"] <= self._shown_epoch():
+            return
+        parts = [  # without its speed where a lost leader has seen all of the epoch
+            *([f"{seen / fields['seconds']:,.0f} images/s"] if seen else []),
             f"loss {fields['loss']:.3f}",
             f"accuracy {fields['accuracy']:.1%}",
         ]

@@ -76,6 +76,8 @@ class CsvLog(NullRecorder):
 
     Attributes:
         path: the file; None until this process has been the leader.
+        recorded: the last epoch whose end a leader recorded before the run went back, in this start
+            of it; -1: none. The epochs up to it may end once more.
 
     Raises:
         PacelineError: the file can't be written; also raised by `hand_over`, `event`, `close`.
@@ -102,7 +104,10 @@ class CsvLog(NullRecorder):
         self._rows: dict[int, str] = {}  # made here, by their epochs
         self._file: LineFile | None = None
         self.path: Path | None = None
-        self.hand_over()
+        self.recorded = -1
+        self._took_over = False  # in this generation, from a lost leader
+        if leads():
+            self._open()
         self._last_row = clock()
 
     def hand_over(self) -> None:
@@ -110,12 +115,16 @@ class CsvLog(NullRecorder):
         if not self._leads():
             self.close()
         elif self._file is None:
-            self._open()
+            found, self._took_over = self._open(), True
+            # The lost leader's row may be the first news of an epoch's end, but not of two.
+            self.recorded = self._epoch if found is None else min(found, self._epoch + 1)
 
     def event(self, name: str, **fields: Any) -> None:
         """Make a row if an epoch ended; remove the rows to which a run has gone back."""
-        if name == "restore" and fields["epoch"] <= self._epoch:
-            self._go_back(fields["epoch"])
+        if name == "restore":
+            if fields["epoch"] <= self._epoch:
+                self._go_back(fields["epoch"])
+            self._took_over = False
         elif name == "epoch":
             self._add_row(fields)
 
@@ -150,6 +159,8 @@ class CsvLog(NullRecorder):
             self._file.write(row)
 
     def _go_back(self, epoch: int) -> None:
+        if self._file is not None and not self._took_over:
+            self.recorded = max(self.recorded, self._epoch)
         self._epoch = epoch - 1
         self._rows = {each: row for each, row in self._rows.items() if each < epoch}
         self._totals = {each: totals for each, totals in self._totals.items() if each < epoch}
@@ -157,11 +168,16 @@ class CsvLog(NullRecorder):
             self.close()
             self._open()
 
-    def _open(self) -> None:
-        """Continue the folder's newest log, without rows of later epochs, or begin one."""
+    def _open(self) -> int | None:
+        """Continue the folder's newest log, without rows of later epochs, or begin one.
+
+        Returns:
+            the epoch of the last row that was found, -1 if there was none; None without a log.
+        """
         earlier = _logs(self._folder)
         self.path = earlier[-1] if earlier else self._folder / self._name
         head, rows = _read(self.path)
+        found = max(rows, default=-1) if earlier else None
         rows = {epoch: row for epoch, row in rows.items() if epoch <= self._epoch}
         last = max(rows, default=-1)
         if earlier:  # the leader that wrote it may have been lost before a row
@@ -174,6 +190,7 @@ class CsvLog(NullRecorder):
         known = [_totals_of(row) for row in rows.values()][-1:]
         known.append(self._totals.get(self._epoch, Totals()))
         self._totals[self._epoch] = max(known, key=lambda totals: totals.batches)
+        return found
 
 
 def read_totals(folder: Path) -> dict[int, Totals]:

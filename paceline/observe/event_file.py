@@ -13,9 +13,8 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
                 optimizer's step trains several batches, each counts as a step, and a start names
                 the last one of them; `restore` has the number of completed steps
     restore     generation g resumes before step s: its ancestors' lines from step s on are void
-    change      the world changed to generation g: its members, who was lost and why, the step from
-                which it continues, what it took (seconds; `change_account.py`) and when this member
-                detected it, by the machine's monotonic clock
+    recovery    generation g is entered: what that took, in seconds (`change_account.py`), and when
+                this member detected the loss, by the machine's monotonic clock
     replay      generation g has trained again what the loss undid: step s, which was lost, begins
     step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
                 has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch
@@ -25,6 +24,9 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
                 than another; the ranks' samples of a full batch from step `first` on
     checkpoint  published: it holds all steps below s
     predicted   autotuning's predictions: ms a step with each exchange, and which continues
+    change      generation g follows, without the lost members; why each was lost ("" if this member
+                has no evidence of it), the step from which it continues, and the seconds from the
+                detection to the decision
     merge       with --sync average, before step s: a fragment's weights, as they were taken after
                 another step, are merged
 """
@@ -49,9 +51,9 @@ FIELDS = {
         *("batch", "model", "device", "id", "start", "ancestors"),
     ),
     "restore": ("generation", "step", "origin"),
-    "change": (
-        *("generation", "members", "lost", "reasons", "start", "steps", "detected_at", "vote"),
-        *("interrupt", "decide", "restore", "form", "interval"),
+    "recovery": (
+        *("generation", "detected_at", "interrupt", "decide", "restore", "form"),
+        *("steps", "interval"),
     ),
     "replay": ("generation", "step", "steps", "resume", "replay"),
     "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),
@@ -62,6 +64,7 @@ FIELDS = {
     "note": ("text",),
     "buckets": ("parameters",),
     "predicted": ("exchange", "milliseconds"),
+    "change": ("generation", "members", "lost", "causes", "start", "seconds"),
     "merge": ("step", "fragment", "taken_after"),
     "end": ("generation",),
 }

@@ -289,7 +289,7 @@ class AveragedReplica:
         """
         self._start = snapshot
 
-    def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+    def enter_generation(self, parts: Sequence[Mapping[str, Any]] | None) -> bool:
         """Open the exchange of the next generation, after `begin_from`; collective.
 
         Each worker continues with its own weights, optimizer and unmerged samples. What lost
@@ -297,7 +297,8 @@ class AveragedReplica:
         merged with the rest. A new worker begins with the weights of the last merge.
 
         Args:
-            parts: this worker's, empty for a new one; then those of workers that are gone.
+            parts: this worker's, empty for a new one; then those of workers that are gone. None:
+                the model has the merged weights of a checkpoint, and `restore` gets the rest.
 
         Returns:
             False where residuals had to be dropped, because no lossy wire is used any more.
@@ -310,6 +311,9 @@ class AveragedReplica:
         self._average, self._bound = self._open(), True
         self.bindings += 1
         self._watch()
+        if parts is None:
+            self._start = {}
+            return True
         local, shared = self._start[LOCAL], self._start[SHARED]
         device = self._trained.tensors[0].device
         communicator, self._start = self._communicator(), {}

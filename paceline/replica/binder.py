@@ -185,7 +185,7 @@ class ReplicaBinder:
             self.unbind()
             self.hooks = None
 
-    def enter(self, parts: Sequence[Mapping[str, Any]]) -> tuple[ReplicaHooks, bool]:
+    def enter(self, parts: Sequence[Mapping[str, Any]] | None) -> tuple[ReplicaHooks, bool]:
         """Bind in the next generation; as `Replica.enter_generation`.
 
         Returns:
@@ -197,6 +197,8 @@ class ReplicaBinder:
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()
         own, device = bound.synchronizer.state, bound.trained.tensors[0].device
+        if parts is None:
+            return bound, True
         return bound, restore_parts(own, parts, self._communicator(), device)
 
     def state(self) -> Mapping[str, Any] | None:

@@ -161,10 +161,12 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.leave_generation()
 
-    def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+    def enter_generation(self, parts: Sequence[Mapping[str, Any]] | None) -> bool:
         """Enter the next generation with all replicas; as `Replica.enter_generation`."""
         whole = [
-            replica.enter_generation([part.get(str(index), {}) for part in parts])
+            replica.enter_generation(
+                None if parts is None else [part.get(str(index), {}) for part in parts]
+            )
             for index, replica in enumerate(self.replicas)
         ]
         return all(whole)

@@ -174,8 +174,8 @@ class Replica:
 
     @property
     def waited(self) -> float:
-        """Seconds that this thread has waited for peers in the present binding."""
-        return self._binding.synchronizer.waited
+        """Seconds that this thread has waited for peers in the present binding; 0 without one."""
+        return 0.0 if self._hooks is None else self._binding.synchronizer.waited
 
     @property
     def reduced(self) -> bool:
@@ -366,7 +366,7 @@ class Replica:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
-    def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+    def enter_generation(self, parts: Sequence[Mapping[str, Any]] | None) -> bool:
         """Enter the next generation, and resume from a snapshot that all its ranks have restored.
 
         Where ranks have other parts of the divided state than before, it is divided anew.
@@ -375,6 +375,8 @@ class Replica:
             parts: this rank's own part of the state that is divided among ranks, which
                 `restore_state` returned, and further ones that it has of members that aren't in the
                 generation. The part of a member that wasn't in the last generation is empty.
+                None: model and optimizer have the whole state of a checkpoint, and `restore` gets
+                the rest.
 
         Returns:
             False where some of it was dropped: residuals, where no lossy wire is used any more.

@@ -77,11 +77,12 @@ class Run:
         generation = replace(group.generation, number=number, ancestors=ancestors, start=start)
         self.context.group = replace(group, generation=generation)
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: Group, prepare: Callable[[], None] | None = None) -> None:
         """Abort the present context and make the next generation's; collective among its ranks.
 
         Args:
             group: all ranks of the next generation, as this one sees them.
+            prepare: called once the ranks are connected, before the generation is recorded.
 
         Raises:
             CommError: a rank didn't come in time.
@@ -91,8 +92,12 @@ class Run:
         assert following.number > present.number
         assert following.token != present.token
         self.context.abort()
-        self.record_number(group)
+        if prepare is None:
+            self.record_number(group)
         self.context = self.make_context(group)
+        if prepare is not None:
+            prepare()
+            self.record_number(group)
         for connect in self._connects:
             connect(self.context)
         for call in self._entered:

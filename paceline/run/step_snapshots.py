@@ -88,7 +88,14 @@ class StepSnapshots:
         self._bindings = replica.bindings  # during which the interval is measured
         # Received, and obeyed by all ranks at a later boundary.
         self._summaries: deque[StepSummary] = deque()
-        self.commits = SnapshotCommits(run, self._snapshots, len(objects.pairs), device, backup)
+        self.commits = SnapshotCommits(
+            run,
+            self._snapshots,
+            len(objects.pairs),
+            device,
+            backup,
+            divided=lambda: self._replica.stateful,
+        )
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
@@ -279,6 +286,7 @@ class StepSnapshots:
     def receive(self, summary: StepSummary) -> None:
         """Take note of a summary, which all ranks obey at the same boundary."""
         self._summaries.append(summary)
+        self.commits.note_sums(summary)
 
     def restore(self, name: SnapshotName) -> tuple[dict[str, Any], OwnPart]:
         """Restore a snapshot that all ranks of the next generation hold, and drop newer ones.
@@ -299,6 +307,17 @@ class StepSnapshots:
             self._replica.begin_from(state)
         del position["sent"], position["members"]
         return position, self.commits.own_part(name)
+
+    def begin_anew(self) -> None:
+        """Drop all snapshots: the next generation starts from the durable state."""
+        self._summaries.clear()
+        self._between = 0
+        self.commits.leave_generation(None)
+        self._snapshots.clear()
+
+    def continue_from(self, interval: int) -> None:
+        """Take snapshots again, with the interval that the durable state has; 0: it is measured."""
+        self._interval.steps, self._off = interval, False
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         context = self._run.context

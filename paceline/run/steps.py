@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -31,11 +31,13 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
-from paceline.observe.change_account import ChangeAccount, ChangeTimes
+from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
+from paceline.run.durable_state import DurableState, EpochSize, Restored, sentence_of
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
@@ -58,19 +60,18 @@ class Successor:
 
     Attributes:
         group: all its ranks, as this one sees them.
-        start: the snapshot from which it continues, which all its ranks hold.
+        start: the snapshot from which it continues, which all its ranks hold; None: it continues
+            from the durable state.
         parts: for members that aren't in it, what the snapshot has of each alone; each of them is
             given to one rank.
         detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
             training thread.
-        entered: called once the generation is entered, with what that took.
     """
 
     group: Group
-    start: SnapshotName
+    start: SnapshotName | None
     parts: Sequence[OwnPart] = ()
     detected_at: float | None = None
-    entered: Callable[[ChangeTimes], None] = lambda times: None
 
 
 NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
@@ -94,11 +95,12 @@ class Steps:
         device: device of the values.
         snapshots: takes snapshots in memory.
         next_generation: called when a peer is lost; without it, the run ends then.
+        durable: restores the durable state, where the next generation starts from that.
         speeds: measures the ranks' speeds; None: they aren't measured.
 
     Attributes:
         position: the run's position.
-        went_back: whether the run went back to a snapshot since this start.
+        went_back: whether the run went back to an earlier state since this start.
     """
 
     def __init__(
@@ -116,10 +118,12 @@ class Steps:
         device: torch.device,
         snapshots: StepSnapshots,
         next_generation: NextGeneration | None = None,
+        durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
     ) -> None:
         self.speeds = speeds
         self._snapshots, self._next_generation = snapshots, next_generation
+        self._durable = durable
         self.went_back = False
         self._changes = ChangeAccount()
         self._check = snapshots.check
@@ -232,46 +236,82 @@ class Steps:
     def go_back(self, error: CommError) -> None:
         """Go back to a snapshot, and enter the next generation; collective among its ranks.
 
-        Where one of them is lost meanwhile, the generation after that is entered.
+        Where one of them is lost meanwhile, the generation after that is entered. Where all copies
+        of a part of the state are lost, they go back to the durable state.
 
         Raises:
             CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
+            CheckpointError: no member can read the durable state.
         """
         assert self._next_generation is not None
+        reached = replace(self.position)
         while True:
             self._changes.leave()
             successor = self._next_generation(error, self._snapshots.held)
             self._changes.decide(successor.detected_at)
             try:
-                return self._enter(successor)
+                if successor.start is None:
+                    return self._enter_from_disk(successor.group, reached)
+                return self._enter(successor.group, successor.start, successor.parts)
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost
 
-    def _enter(self, successor: Successor) -> None:
-        position, own = self._snapshots.restore(successor.start)
-        members = {member.id for member in successor.group.generation.members}
+    def _enter(self, group: Group, start: SnapshotName, parts: Sequence[OwnPart]) -> None:
+        position, own = self._snapshots.restore(start)
+        members = {member.id for member in group.generation.members}
         commits = self._snapshots.commits
-        lost = [each for each in commits.members(successor.start) if each not in members]
-        parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
+        lost = [each for each in commits.members(start) if each not in members]
+        parts = [own, *parts, *commits.backup_parts(start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
         self._changes.restore(self.position.number, self._snapshots.interval)
         self.went_back = True
-        self._snapshots.commits.enter_generation(successor.group.generation)
-        self.run.enter(successor.group)
+        commits.enter_generation(group.generation)
+        self.run.enter(group)
         whole = self._replica.enter_generation([part.state for part in parts])
-        for step in own.sent:
-            sums = torch.stack([part.sent[step] for part in parts]).sum(dim=0)
-            self.run.context.summaries.send(step, sums, stop=False)
+        context = self.run.context
+        unsummed = values_to_send(parts, commits.totals(start), context.communicator)
+        for step, sums in unsummed.items():
+            context.summaries.send(step, sums, stop=False)
         self._begin_generation(saved=False)
-        if self._start_fields:  # otherwise the run's first step is still to record it
-            self.record_start(None, **self._start_fields)
-        successor.entered(self._changes.enter())
+        self._record_restart()
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self.run.recorder.event("note", text=note)
+
+    def _enter_from_disk(self, group: Group, reached: Position) -> None:
+        assert self._durable is not None
+        durable, found = self._durable, list[Restored]()
+        if self._writer is not None:  # no file of the lost steps comes later
+            self._writer.wait()
+            self._record_published(self._writer.published)
+        self._snapshots.begin_anew()
+        self._snapshots.commits.enter_generation(group.generation)
+        self.run.enter(group, prepare=lambda: found.append(durable.restore(reached)))
+        (restored,) = found
+        for field_name, value in vars(restored.position).items():
+            setattr(self.position, field_name, value)
+        self.position.sums = self.position.sums or [0.0] * self._value_count
+        self._snapshots.continue_from(self.position.snapshot_interval)
+        self._changes.restore(self.position.number, self._snapshots.interval)
+        self.went_back = True
+        self._replica.enter_generation(None)
+        durable.restore_exchange()
+        self._begin_generation(saved=True)
+        self._record_restart()
+        samples, batch = self._start_fields.get("samples"), self._start_fields.get("batch")
+        size = None
+        if isinstance(samples, int) and isinstance(batch, int):
+            size = EpochSize(samples=samples, batch=batch)
+        durable.report(sentence_of(reached, replace(restored, position=self.position), size))
+
+    def _record_restart(self) -> None:
+        if self._start_fields:  # otherwise the run's first step is still to record it
+            self.record_start(None, **self._start_fields)
+        took = asdict(self._changes.enter())
+        self.run.recorder.event("recovery", generation=self.generation, **took)
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
@@ -463,13 +503,14 @@ class Steps:
 
         Args:
             stopped: a signal requested the end.
-            together: where the run survives lost members, all ranks wait for the leader's files.
+            together: where the run survives lost members, all ranks wait for the leader's files, if
+                there are any.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.survives:
+        if together and self.survives and self._checkpoints.saving:
             self._await_leader()
         if self._writer is not None:
             self._writer.wait()

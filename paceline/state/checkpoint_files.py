@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,10 +71,23 @@ class Checkpoints:
         found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
         return {_step_of(path): path for path in found}
 
-    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+    def write(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        best: bool = False,
+        written: Callable[[Path], object] = lambda path: None,
+    ) -> Path:
         """Publish the state before step `step`, and remove old files of the lineage.
 
         Nothing is removed if a generation has begun meanwhile.
+
+        Args:
+            step: the number of completed steps.
+            state: the file's entries.
+            best: it is the best so far.
+            written: called with the file, before old ones are removed.
 
         Raises:
             CheckpointError: the disk is full, or the folder can't be written.
@@ -88,6 +101,7 @@ class Checkpoints:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
                 link_atomically(first, path)
+            written(path)
             self._remove_old(path, lineage)
         except OSError as error:
             raise CheckpointError(

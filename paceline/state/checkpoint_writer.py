@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -59,6 +60,8 @@ class CheckpointWriter:
         newest: set by the owner; returns the newest state in memory that may be written, from any
             thread; None if there is none.
         published: queue of (step, file), one for each file that was written.
+        announce: set by the owner; called by the thread that has written a file, before older ones
+            are removed.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class CheckpointWriter:
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.newest: Callable[[], Checkpoint | None] = lambda: None
+        self.announce: Callable[[Checkpoint, Path], object] = lambda checkpoint, path: None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints, self._constant, self._report = checkpoints, constant, report
         self._writing = threading.Lock()  # held while a file is written
@@ -151,7 +155,12 @@ class CheckpointWriter:
                 return
             state = {**self._constant, **checkpoint.state}
             try:
-                path = self._checkpoints.write(step, state, best=checkpoint.best)
+                path = self._checkpoints.write(
+                    step,
+                    state,
+                    best=checkpoint.best,
+                    written=partial(self.announce, checkpoint),
+                )
             except PacelineError as error:
                 self._failure = error
                 return

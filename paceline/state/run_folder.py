@@ -106,6 +106,7 @@ class RunFolder:
                     write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
                     (self.path / FINISHED_NAME).unlink(missing_ok=True)
             except OSError as error:
+                self.close()
                 if error.errno in _FULL:
                     raise
                 raise ConfigError(

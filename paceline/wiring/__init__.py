@@ -13,6 +13,7 @@ from paceline.wiring.recorders import (
     build_recorder,
     build_trace,
     build_trackers,
+    report_recovery,
 )
 from paceline.wiring.resume import Start, find_start
 from paceline.wiring.sources import Databases, cores_per_worker, make_loader, open_sources
@@ -41,4 +42,5 @@ __all__ = [
     "make_run",
     "open_sources",
     "replicate",
+    "report_recovery",
 ]

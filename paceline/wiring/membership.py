@@ -8,39 +8,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
 from time import monotonic
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.evidence import EvidenceOptions
-from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import (
-    Change,
-    Membership,
-    OutsideWorld,
+from paceline.cluster.membership.control_line.frame_kinds import (
     control_secret,
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.generation_waits import Change, OutsideWorld
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.errors import CommError, many
-from paceline.observe.change_account import ChangeTimes
+from paceline.errors import CheckpointError, CommError, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
 from paceline.run.steps import Successor
+from paceline.state.checkpoint_files import FOLDER
+from paceline.state.checkpoint_writer import Checkpoint
+from paceline.state.file_integrity import contents_id
 from paceline.state.snapshots import SnapshotName
 
-_BACKUP, _CONFIRMED = "backup", "confirmed"
+_BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
 
 
 def join_membership(
@@ -145,12 +149,21 @@ class MemberLink:
     def __init__(self, membership: Membership, generation: Generation) -> None:
         self._membership, self._generation = membership, generation
         self._run: Run | None = None
+        self._folder: Path | None = None
+        self._durable: tuple[Held, ...] = ()  # the newest checkpoints that this member can read
         self.backup = SnapshotBackup(self, self._record_held)
         membership.handle(_BACKUP, self._receive)
         membership.handle(_CONFIRMED, self._confirm)
+        membership.handle(_DURABLE, self._note_written)
 
-    def begin(self, run: Run) -> None:
-        """Take part in votes from now on; the run's first generation has its number."""
+    def begin(self, run: Run, folder: Path | None) -> None:
+        """Take part in votes from now on; the run's first generation has its number.
+
+        Args:
+            run: the run.
+            folder: its folder on this machine; None: it saves no checkpoints.
+        """
+        self._folder = folder
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
 
@@ -179,46 +192,72 @@ class MemberLink:
         if change.left:
             raise error
         generation = self._generation = change.generation
-        if not generation.start_token:
-            sentence = (
-                f"{_reasons(change)}. With that, all copies of a part of the state are lost, and "
-                "no snapshot in memory is whole."
+        durable = not generation.start_token
+        reasons = _reasons(change)
+        if durable:
+            reasons += (
+                ". With that, all copies of a part of the state are lost, and no snapshot in "
+                "memory is whole"
             )
+        if durable and self._folder is None:
+            sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
             if generation.leader.id == self._membership.id:
                 print_message(sentence)  # the supervisor reports the first loss alone
             raise OutsideWorld(sentence)
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
-        token, _, step = generation.start_token.rpartition(":")
-        start_name = SnapshotName(token, int(step))
-        return Successor(
-            group=group,
-            start=start_name,
-            detected_at=change.detected_at,
-            entered=partial(self._record_change, change, group),
-        )
-
-    def _record_change(self, change: Change, group: Group, times: ChangeTimes) -> None:
-        """Record what a change was and what it took; print it as rank 0."""
-        assert self._run is not None
-        generation = change.generation
+        waited = change.decided_at - change.detected_at
         self._run.recorder.event(
             "change",
             generation=generation.number,
-            members=[member.id for member in generation.members],
+            members=ids,
             lost=[member.id for member in change.lost],
-            reasons=[str(reason) for reason in change.reasons],
+            causes=[str(cause) for cause in change.causes],
             start=generation.start,
-            vote=change.decided_at - change.detected_at,
-            **asdict(times),
+            seconds=waited,
+            detected_at=change.detected_at,
         )
         if group.rank == 0:
-            size = many(group.size, "process")
+            size, start = many(group.size, "process"), generation.start
             verb = "continues" if group.size == 1 else "continue"
+            state = "the durable state of step" if durable else "step"
             print_message(
-                f"{_reasons(change)}. {size} {verb} from step {generation.start:,} as generation "
-                f"{generation.number} after {times}."
+                f"{reasons}. {size} {verb} from {state} {start:,} as generation "
+                f"{generation.number}, decided after {waited:.2f} s."
             )
+        if durable:
+            return Successor(group=group, start=None, detected_at=change.detected_at)
+        token, _, step = generation.start_token.rpartition(":")
+        start_name = SnapshotName(token, int(step))
+        return Successor(group=group, start=start_name, detected_at=change.detected_at)
+
+    def announce(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Report to all members that a checkpoint is on this machine's disk; from any thread."""
+        (*_, (generation, _)) = checkpoint.state["lineage"]
+        token = f"{checkpoint.name.token}:{checkpoint.name.step}"
+        held = Held(generation=generation, token=token, step=checkpoint.step, durable=True)
+        self._note_durable(held)
+        self._membership.line.broadcast(
+            _DURABLE,
+            {
+                "generation": generation,
+                "token": token,
+                "step": held.step,
+                "file": path.name,
+                "contents": contents_id(path),
+            },
+            [member.id for member in self._generation.members],
+        )
+
+    def end_with(self, signals: StopSignals) -> None:
+        """Let a signal to this process end the run on all machines, and let others end this one."""
+
+        def report(number: Signals) -> None:
+            name = self._generation.name_of(self._membership.id)
+            self._membership.end_run(f"{name}: stopped by {number.name}.", 128 + number)
+
+        signals.when_received(report)
+        self._membership.when_end_is_asked(signals.stop)
 
     def leave(self) -> None:
         """Report that this member ends well."""
@@ -246,6 +285,23 @@ class MemberLink:
     def _confirm(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
         self.backup.confirm(SnapshotName(body["token"], body["step"]))
 
+    def _note_written(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        """Note a checkpoint that another member has written, if this machine has the file, too."""
+        if self._folder is None:
+            return
+        with suppress(CheckpointError, OSError):
+            path = self._folder / FOLDER / Path(body["file"]).name
+            if contents_id(path) == body["contents"]:
+                generation, token, step = body["generation"], body["token"], body["step"]
+                self._note_durable(
+                    Held(generation=generation, token=token, step=step, durable=True)
+                )
+
+    def _note_durable(self, held: Held) -> None:
+        """Record a checkpoint; the one before it counts where this one turns out to be void."""
+        self._durable = (*self._durable, held)[-2:]
+        self.backup.record()
+
     def _record_held(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
         """Record what is held in the machine's acceptor record, as `RecordHeld` does."""
         records = tuple(
@@ -255,13 +311,14 @@ class MemberLink:
                 step=each.completed,
                 parts=tuple(sorted(each.parts)),
                 members=len(each.whole),
+                complete=each.complete,
             )
             for name, each in held.items()
         )
-        return self._membership.acknowledge(self._generation, records)
+        return self._membership.acknowledge(self._generation, (*records, *self._durable))
 
 
 def _reasons(change: Change) -> str:
     """Return why members were lost, without the stop."""
-    reasons = "; ".join(str(reason).rstrip(".") for reason in change.reasons)
+    reasons = "; ".join(str(cause).rstrip(".") for cause in change.causes if cause)
     return reasons or "A connection between members was lost"

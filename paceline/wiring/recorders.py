@@ -68,6 +68,15 @@ def build_leader_recorder(
     return recorder
 
 
+def report_recovery(run: Run, generation: int, seconds: float) -> None:
+    """Print, as the leader, what the losses before a generation cost."""
+    if run.leads:
+        print_message(
+            f"Generation {generation} made its first new step {seconds:.2f} s after the loss was "
+            "detected."
+        )
+
+
 def build_recorder(
     config: TrainConfig, run: Run, folder: Path, start: Start, *others: Recorder
 ) -> Recorder:
@@ -101,7 +110,8 @@ def build_recorder(
     run.when_entered(log.hand_over)
 
     def open_recorders() -> list[Recorder]:
-        return [Console(log=log.path), *build_trackers(config.output, folder, config.flat())]
+        console = Console(log=log.path, shown=lambda: log.recorded)
+        return [console, *build_trackers(config.output, folder, config.flat())]
 
     events = EventFile(folder, group.member.id)
     leader = build_leader_recorder(run, open_recorders)

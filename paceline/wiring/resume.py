@@ -36,6 +36,7 @@ from paceline.wiring.search.machine_folders import (
     Candidate,
     FolderRecord,
     candidates,
+    first_of_machine,
     gather_records,
     known_lineages,
     look_into,
@@ -165,7 +166,7 @@ def find_start(
         PacelineError: the folder can't be read or written.
     """
     group = run.context.group
-    own = look_into(folder, output, identity) if _first_of_machine(group) else None
+    own = look_into(folder, output, identity) if first_of_machine(group) else None
     records = gather_records(run, device, own)
     start = _choose(output, folder, run, device, records)
     number = max(start.generation, *(record.number for record in records.values()))
@@ -238,14 +239,9 @@ def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprin
 
 def _record(folder: Path, group: Group) -> None:
     """Record a generation, as the first rank of a machine."""
-    if _first_of_machine(group):
+    if first_of_machine(group):
         record_generation(folder, group.generation.number)
         record_lineage(folder, group.generation.number, group.generation.lineage)
-
-
-def _first_of_machine(group: Group) -> bool:
-    machines = [member.machine for member in group.generation.members]
-    return machines.index(group.machine) == group.rank
 
 
 def _choose(

@@ -19,6 +19,7 @@ from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
+from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.backup.snapshot_backup import SnapshotBackup
@@ -31,7 +32,7 @@ from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import NextGeneration, Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
-from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
@@ -40,6 +41,7 @@ from paceline.wiring.average import average_weights
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
+from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.sources import Databases, make_loader, order_of
 from paceline.wiring.speeds import make_waited
 
@@ -55,6 +57,7 @@ def build_trainer(
     agree: Callable[[nn.Module], None] = lambda model: None,
     next_generation: NextGeneration | None = None,
     backup: SnapshotBackup | None = None,
+    announce: Callable[[Checkpoint, Path], object] | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -69,6 +72,7 @@ def build_trainer(
         agree: compares the model with the other ranks', before anything of it is exchanged.
         next_generation: called when a peer is lost; without it, the run ends then.
         backup: sends what this rank alone has of a snapshot to its backup holder.
+        announce: reports to the other members that a checkpoint is on the disk.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -79,13 +83,13 @@ def build_trainer(
     torch.manual_seed(optim.seed)
     share = BatchShare()
     weights_file = config.model.load_model_path if start.state is None else ""
-    model = make_model(
+    new_model = partial(
+        make_model,
         replace(config, model=replace(config.model, load_model_path=weights_file)),
         device,
         run.layers if config.model.sync_bn else None,
-        share,
-        lambda note: recorder.event("note", text=note),
     )
+    model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
     position = start.position
     loader = partial(make_loader, config, run, device)
@@ -109,15 +113,21 @@ def build_trainer(
         warmup_epochs=optim.warmup_epochs,
     )
     schedule = LambdaLR(optimizer, rate)
-    precision = Precision(
-        config.model.dtype, device, clip_norm=optim.clip_norm, clip_value=optim.clip_value
+    new_precision = partial(
+        Precision,
+        config.model.dtype,
+        device,
+        clip_norm=optim.clip_norm,
+        clip_value=optim.clip_value,
     )
+    precision = new_precision()
     parts: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,
         "precision": precision,
     }
+    new_rate = replace(rate)  # `rate` is a checkpoint's once that is restored
     start.restore(parts)
     if start.origin is None and rate.epochs != optim.num_epochs:  # `rate` is the checkpoint's now
         _extend(schedule, replace(rate, epochs=optim.num_epochs))
@@ -138,10 +148,47 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
+    writer = make_writer(config, folder, sources.train)
+    if announce is not None:
+        writer.announce = announce
+    snapshots = _snapshots_of(run, replica, parts, device, output, position, backup)
+
+    origin = start.origin
+
+    def restore(entries: Mapping[str, Any]) -> None:
+        restore_checkpoint(entries, snapshots.objects)
+        restored = schedule.lr_lambdas[0]
+        assert isinstance(restored, LearningRate)
+        if origin is None and restored.epochs != optim.num_epochs:
+            _extend(schedule, replace(restored, epochs=optim.num_epochs))
+
+    def beginning() -> Mapping[str, Any]:
+        torch.manual_seed(optim.seed)
+        first = new_model(BatchShare(), lambda note: None)
+        plain = make_optimizer(first, optim, config.global_batch)
+        return {
+            "model": first.state_dict(),
+            "optimizer": plain.state_dict(),
+            "schedule": LambdaLR(plain, new_rate).state_dict(),
+            "precision": new_precision().state_dict(),
+            "position": asdict(Position()),
+        }
+
+    durable = DurableStart(
+        run,
+        folder,
+        output,
+        config.identity(),
+        device,
+        restore=restore,
+        replicas=lambda: [replica],
+        report=lambda sentence: recorder.event("note", text=sentence),
+        beginning=beginning if start.state is None else None,
+    )
     steps = Steps(
         replica,
         run,
-        make_writer(config, folder, sources.train),
+        writer,
         seed=optim.seed,
         position=position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
@@ -149,8 +196,9 @@ def build_trainer(
         check_sums=watch_of(config, run, folder, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, output, position, backup),
+        snapshots=snapshots,
         next_generation=next_generation,
+        durable=durable,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
     return Trainer(

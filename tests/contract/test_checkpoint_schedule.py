@@ -65,12 +65,12 @@ def test_a_file_is_made_of_a_snapshot_that_all_ranks_hold_and_no_rank_settles(
     held: dict[int, list[bool]] = {}
 
     class Watched(Checkpoints):
-        def write(self, step: int, state: Any, *, best: bool = False) -> Path:
+        def write(self, step: int, state: Any, **options: Any) -> Path:
             held[step] = [
                 any(name.step >= step for name in rank.steps._snapshots.held)
                 for rank in ranks.values()
             ]
-            return super().write(step, state, best=best)
+            return super().write(step, state, **options)
 
     def work(c: Communicator) -> None:
         rank = ranks[c.rank] = Rank(c, tmp_path, policy=EVERY_OTHER, model=model)

@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import Change, Membership, OutsideWorld
+from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
@@ -158,7 +160,13 @@ def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
     members.kill(4)
     first = agreed(members.next((0, 1, 2, 3)))
     members.kill(0)
-    second = agreed(members.next((1, 2, 3), first))
+    found = members.next((1, 2, 3), first)
+    second = agreed(found)
+    for change in found:
+        assert isinstance(change, Change)
+        assert str(change.causes[0]).startswith(
+            "the connections of rank 0 of generation 1 on machine 0 (a) ended "
+        )
     assert {member.id for member in second.members} == ids(members, 1, 2, 3)
     assert second.number == 2
 
@@ -229,3 +237,60 @@ def test_a_member_that_ends_well_is_no_loss(make: Callable[..., Members]) -> Non
     members.all[2].leave()
     members.kill(2)
     assert not members.interrupted[0].wait(0.6)
+
+
+def test_members_that_lost_a_part_continue_from_the_newest_checkpoint_that_one_can_read(
+    make: Callable[..., Members],
+) -> None:
+    members = make((4,))
+    file = Held(
+        generation=members.generation.id, token=members.generation.key_prefix, step=4, durable=True
+    )
+    for rank, one in enumerate(members.all):
+        own = (members.generation.members[rank].id,)
+        held = (replace(held_by(members, rank, 6), parts=own, members=4),)
+        assert one.acknowledge(members.generation, (*held, file) if rank == 3 else held)
+    members.kill(1)
+    members.kill(2)
+    value = agreed(members.next((0, 3)))
+    assert {member.id for member in value.members} == ids(members, 0, 3)
+    assert (value.start, value.start_token) == (4, "")
+    members.kill(3)
+    alone = agreed(members.next((0,), value))  # no record of the next generation has a checkpoint
+    assert (alone.start, alone.start_token) == (0, "")
+
+
+def test_one_member_that_needs_no_other_part_continues_from_the_snapshot(
+    make: Callable[..., Members],
+) -> None:
+    members = make((3,))
+    for rank, one in enumerate(members.all):
+        own = (members.generation.members[rank].id,)
+        held = replace(held_by(members, rank, 6), parts=own, complete=rank == 0)
+        assert one.acknowledge(members.generation, (held,))
+    members.kill(2)
+    value = agreed(members.next((0, 1)))
+    assert value.start_token == members.generation.key_prefix
+    for rank in (0, 1):
+        held = held_by(members, rank, 6)
+        own = (members.generation.members[rank].id,)
+        assert members.all[rank].acknowledge(value, (replace(held, parts=own, complete=rank == 0),))
+    members.kill(1)  # before the new generation commits anything
+    alone = agreed(members.next((0,), value))
+    assert (alone.start, alone.start_token) == (6, members.generation.key_prefix)
+
+
+def test_a_request_to_end_the_run_reaches_all_once_and_ends_the_votes(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    asked = [threading.Event() for _ in members.all]
+    for one, event in zip(members.all, asked, strict=True):
+        one.when_end_is_asked(lambda supervised, event=event: event.set())
+    members.all[1].end_run("stopped by SIGTERM.", 143)
+    assert asked[0].wait(LIMIT)
+    assert asked[2].wait(LIMIT)
+    assert not asked[1].is_set()
+    members.kill(1)  # it ends sooner than the others: no loss
+    assert not members.interrupted[0].wait(2 * CLOSED_GRACE_S)
+    assert not members.interrupted[2].is_set()

@@ -250,11 +250,11 @@ def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: P
     published: list[list[int]] = []
 
     class Watched(Checkpoints):
-        def write(self, step: int, state: Any, *, best: bool = False) -> Path:
+        def write(self, step: int, state: Any, **options: Any) -> Path:
             published.append(
                 [sum(n == "step" for n, _ in r.recorder.lines) for r in ranks.values()]
             )
-            return super().write(step, state, best=best)
+            return super().write(step, state, **options)
 
     def work(communicator: Communicator) -> None:
         rank = ranks[communicator.rank] = Rank(communicator, tmp_path, policy=SavePolicy(steps=1))

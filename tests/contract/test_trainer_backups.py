@@ -13,7 +13,7 @@ from paceline.cli import ledger
 from tests.harness.equivalence.backup_members import BackupMembers
 from tests.harness.equivalence.large_batch import largest_difference
 from tests.harness.equivalence.snapshot_ranks import first_difference
-from tests.harness.equivalence.trainer_breaks import drawn
+from tests.harness.equivalence.trainer_breaks import ANY, Moment, drawn
 from tests.harness.equivalence.trainer_rollbacks import (
     EPOCHS,
     FLOAT32,
@@ -25,6 +25,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
 NOTIFIED = ("--sync", "notified", "--bucket_mb", "0.1")
 SHARDED = (*NOTIFIED, "--update", "sharded")
 CASES = {
+    "allreduce": ("--sync", "allreduce", *FLOAT64),
     "notified": (*NOTIFIED, *FLOAT64),
     "sharded": (*SHARDED, *FLOAT64),
     "int8": (*NOTIFIED, *FLOAT32, "--wire", "int8"),
@@ -52,6 +53,41 @@ def test_a_trainer_continues_with_the_copy_of_a_lost_members_part(
     assert largest_difference(present[0], undisturbed) < LOSSY.get(name, 1e-10)
     if name == "notified":
         assert max(backups.delivered) < 500  # bytes: the sums of a step that weren't received
+    capsys.readouterr()
+    assert ledger.main([str(run.folder), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("moments", "lost"),
+    [
+        (drawn(4, [3], 3), [(1, 2)]),
+        (drawn(5, [1], 3), [(0, 1)]),
+        ([*drawn(4, [3], 3), [(ANY, "entering")] * 3], [(2,), (1, 2)]),
+        ([*drawn(4, [3], 3), [(ANY, "entered")] * 3], [(1,), (1, 2)]),
+        ([*drawn(4, [3], 3), [(ANY, "load")] * 3], [(2,), (0, 2)]),
+    ],
+    ids=["holder and owner", "leader and holder", "entering", "entered", "no commit yet"],
+)
+@pytest.mark.parametrize("name", ["allreduce", "notified"])
+def test_one_member_alone_continues_where_no_rank_has_state_of_its_own(
+    name: str,
+    moments: list[list[Moment]],
+    lost: list[tuple[int, ...]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], (1, 1, 1))
+    backups = BackupMembers()
+    run = TrainerRollbacks(tmp_path / "run", CASES[name], (1, 1, 1), moments, lost, backups)
+    (undisturbed, *_), states = plain.run(), run.run()
+    backups.close()
+    (left,) = {0, 1, 2} - {*lost[-1]}
+    assert largest_difference(states[left], undisturbed) < 1e-10
+    for one, row in zip(plain.rows, run.rows, strict=True):
+        for key in ("input_count", "loss", "accuracy"):
+            assert float(row[key]) == pytest.approx(float(one[key]), rel=1e-7)
     capsys.readouterr()
     assert ledger.main([str(run.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)

@@ -81,7 +81,8 @@ def test_two_machines_train_as_one_process_does(
 def test_a_cable_that_is_cut_in_mid_step_is_told_within_the_limit_by_both(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    with started(machines, tmp_path, f"{WORDS} 100000 --timeout 3 {FOLDER}") as running:
+    words = f"{WORDS} 100000 --timeout 3 --no_snapshots {FOLDER}"
+    with started(machines, tmp_path, words) as running:
         wait_until_step(tmp_path / "0/runs/r", 5, 0)
         cut(machines[0])
         said = [process.communicate(timeout=LIMIT)[0] for process in running]

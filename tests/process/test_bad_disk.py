@@ -74,7 +74,7 @@ def test_a_full_disk_for_the_events_is_told_and_the_ledger_is_exact_in_the_end(
 ) -> None:
     words = f"{NULL} --epoch_size 200 --batch_size 1 --model own:net --run_id r --output_dir disk"
     with small_disk(here / "disk", "1m") as disk:
-        disk.fill(leave=16 << 10)
+        disk.fill(leave=32 << 10)
         message = (
             RANK_PREFIX
             + rf"disk/r/events.\w+-0.jsonl can't be written {FULL}: make room, or give another "

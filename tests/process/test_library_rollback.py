@@ -19,6 +19,7 @@ from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
 
 SCRIPT = ("-m", "tests.harness.library.rollback_script")
+DURABLE = "tests.harness.library.durable_script"
 
 
 def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
@@ -91,6 +92,34 @@ def test_a_server_of_merges_serves_each_generation_of_its_workers(
     assert len(digests) == 3, ended.text
     assert len(set(digests)) == 1
     assert samples_trained(tmp_path / "runs" / "served", capsys) == [50] * EPOCHS
+
+
+def test_a_loop_that_lost_a_part_of_its_state_goes_back_to_a_checkpoint_of_the_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run("paceline", "-m", DURABLE, "runs/r", "8", folder=tmp_path, ranks=3)
+    assert ended.status == 0, ended.text
+    assert "1 process continues from the durable state of step " in ended.text
+    assert re.search(r"went back from step 8 to step [567] of epoch 2", ended.text), ended.text
+    assert ended.text.count("close") == 1
+    assert samples_trained(tmp_path / "runs" / "r", capsys) == [50] * 3
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("runs/r", "The run can't go back in its processes: it has no checkpoint yet."),
+        ("", "The run has no run folder, and so no checkpoint."),
+    ],
+    ids=["no checkpoint yet", "no run folder"],
+)
+def test_a_loop_that_cannot_go_back_ends_with_a_sentence(
+    tmp_path: Path, folder: str, reason: str
+) -> None:
+    ended = run("paceline", "-m", DURABLE, folder, "1", folder=tmp_path, ranks=3)
+    assert ended.status == 1, ended.text
+    assert reason in ended.text
+    assert "Traceback" not in ended.text
 
 
 def samples_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:

@@ -236,7 +236,8 @@ def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
     assert ended.status == 1, ended.text
     assert "Traceback" not in ended.text
     cause = r"rank 1 on machine 0 \(.*\) closed its world after 7 steps and is missing from"
-    assert re.search(rf"paceline: rank 0 on machine 0 \(.*\): {cause} the next step: ", ended.text)
+    name = r"rank 0 of generation 1 on machine 0 \(.*\)"  # which was decided, and not formed
+    assert re.search(rf"paceline: {name}: {cause} the next step: ", ended.text)
     assert ended.text.endswith("must call world.step(samples=0).\n")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.membership.lease import BEAT_S, LIMIT_S
+from paceline.cluster.membership.leases.lease import BEAT_S, LIMIT_S
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store

@@ -24,10 +24,10 @@ class SlowDisk(Checkpoints):
         super().__init__(run, keep=5)
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+    def write(self, step: int, state: Mapping[str, Any], **options: Any) -> Path:
         self.begun.set()
         assert self.go.wait(10)
-        return super().write(step, state, best=best)
+        return super().write(step, state, **options)
 
 
 def writer_to(checkpoints: Checkpoints, **more: Any) -> CheckpointWriter:
@@ -157,7 +157,7 @@ def wait_for_thread() -> None:
 class FullDisk(Checkpoints):
     """A disk without room."""
 
-    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+    def write(self, step: int, state: Mapping[str, Any], **options: Any) -> Path:
         raise CheckpointError(f"no room for step {step}")
 
 

@@ -135,6 +135,18 @@ def test_the_speed_of_a_resumed_epoch_counts_what_was_trained_since() -> None:
     assert file.getvalue().splitlines()[-1].startswith("epoch 1/3: 64 images/s, loss 1.500")
 
 
+def test_an_epoch_whose_line_was_shown_before_the_run_went_back_has_no_other() -> None:
+    file, shown = io.StringIO(), [-1]
+    console = Console(file, shown=lambda: shown[0])
+    console.event("run", **RUN)
+    console.event("epoch", test_accuracy=None, **EPOCH)
+    shown[0] = 0
+    console.event("epoch", test_accuracy=None, **EPOCH)
+    console.event("epoch", test_accuracy=None, **{**EPOCH, "epoch": 1})
+    lines = [line.partition(",")[0] for line in file.getvalue().splitlines() if "loss" in line]
+    assert lines == ["epoch 1/3: loss 1.500", "epoch 2/3: loss 1.500"]
+
+
 def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:
     clock, file = Clock(), io.StringIO()
     console = Console(file, terminal=True, width=120, clock=clock)

@@ -169,6 +169,7 @@ def test_the_next_leader_adds_the_row_that_the_lost_one_did_not_write(tmp_path: 
             other.end_epoch(epoch)
         other.become_leader(3)
         other.end_epoch(3)
+        assert other.log.recorded == 1  # nothing has shown the end of epoch 2
     assert rows(tmp_path) == [("0", "4"), ("1", "8"), ("2", "12"), ("3", "16")]
 
 
@@ -179,7 +180,28 @@ def test_the_next_leader_removes_rows_to_which_the_run_went_back(tmp_path: Path)
             other.end_epoch(epoch)
         other.become_leader(1)
         other.end_epoch(1)
+        assert other.log.recorded == 2
     assert rows(tmp_path) == [("0", "4"), ("1", "8")]
+
+
+def test_the_leader_knows_the_epochs_that_it_recorded_before_it_went_back(tmp_path: Path) -> None:
+    with Member(tmp_path, leads=True) as member:
+        for epoch in range(2):
+            member.end_epoch(epoch)
+        assert member.log.recorded == -1
+        member.log.event("restore", epoch=1)
+        assert member.log.recorded == 1
+        member.end_epoch(1)
+        member.end_epoch(2)
+        assert member.log.recorded == 1
+
+
+def test_an_earlier_start_has_recorded_nothing_in_this_one(tmp_path: Path) -> None:
+    with Member(tmp_path, leads=True) as member:
+        member.end_epoch(0)
+    with Member(tmp_path, leads=True) as member:
+        member.log.event("restore", epoch=0)
+        assert member.log.recorded == -1
 
 
 def test_the_next_leader_begins_a_file_in_its_own_folder_with_the_totals(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_ranks_are_counted_machine_by_machine() -> None:
     assert generation.workers_per_machine == MACHINES
     assert member(4).address == "10.0.0.3"
     assert generation.describe(4) == "rank 4 on machine 2 (c)"
+    later = replace(generation, number=3, first_start=0, members=generation.members[1:])
+    assert later.describe(3) == "rank 3 of generation 3 on machine 2 (c)"
     assert (generation.leader.machine, generation.leader.local_rank) == (0, 0)
     assert generation.contributors == generation.owners == (0, 1, 2, 3, 4, 5)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from paceline.cluster.membership.lease import Verdict
-from paceline.cluster.membership.lease_watch import LeaseWatch, lease_key
+from paceline.cluster.membership.leases.lease import Verdict
+from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
 from paceline.cluster.rendezvous.registration import Registration
 

@@ -76,7 +76,7 @@ def test_a_member_alone_acknowledges_at_once(members: BackupMembers) -> None:
 
 
 def test_the_record_lists_copies_of_snapshots_that_are_held(members: BackupMembers) -> None:
-    hold(members, "a", name(5))
+    hold(members, "a", name(5), 0.0)
     members.backups["a"].wait(name(5), LIMIT)
     assert recorded(members, "b") == {}  # b doesn't hold the snapshot yet
     hold_all(members, name(5))

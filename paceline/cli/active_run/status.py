@@ -83,7 +83,8 @@ def describe(run: Path, status: RunStatus) -> Iterator[str]:
     )
     for loss in status.losses:
         cost = "" if loss.seconds is None else f" (cost {loss.seconds:.1f} s)"
-        yield f"Lost from generation {loss.generation}{cost}: {loss.cause}"
+        cause = loss.cause or f"member {loss.member}; only other members know the cause"
+        yield f"Lost from generation {loss.generation}{cost}: {cause.rstrip('.')}."
 
 
 def describe_last(run: Path, state: LastState, *, finished: bool, here: int, hosts: str) -> str:

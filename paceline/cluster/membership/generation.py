@@ -195,8 +195,18 @@ class Generation(JsonRecord):
         return self.members[rank].machine
 
     def describe(self, rank: int) -> str:
-        """Name a rank for messages: "rank 3 on machine 1 (host)"."""
-        return f"rank {rank} on machine {self.machine_of(rank)} ({self.members[rank].host})"
+        """Name a rank for messages: "rank 3 on machine 1 (host)".
+
+        In a start's later generations, whose ranks are dealt anew, the generation is named, too:
+        "rank 2 of generation 5 on machine 1 (host)".
+        """
+        later = "" if self.first_start is None else f" of generation {self.number}"
+        return f"rank {rank}{later} on machine {self.machine_of(rank)} ({self.members[rank].host})"
+
+    def name_of(self, member: str) -> str | None:
+        """Name a member for messages, by its id, as `describe` does; None: it isn't in here."""
+        ids = [each.id for each in self.members]
+        return self.describe(ids.index(member)) if member in ids else None
 
 
 @dataclass(frozen=True, kw_only=True)

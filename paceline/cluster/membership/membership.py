@@ -11,88 +11,51 @@ next communication, which the interrupt ends with an error.
 
 from __future__ import annotations
 
-import hmac
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
+from paceline.cluster.membership.ballots.vote import Vote
+from paceline.cluster.membership.control_line.frame_kinds import (
+    END,
+    EXITED,
+    LEAVING,
+    LEFT,
+    PROGRESS,
+    PROMISED,
+    STORE,
+    VOTE,
+    supervisor_name,
+)
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.control_store import ControlStore, ControlStores
-from paceline.cluster.membership.evidence import (
-    CLOSED_GRACE_S,
-    EvidenceOptions,
-    MemberEvidence,
-    Observer,
-    Suspicion,
-    judge,
-)
+from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.generation_waits import Change, GenerationWaits, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.vote import Vote
+from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
 from paceline.cluster.membership.voting.messages import (
-    KINDS,
     WITNESS,
-    Accept,
     Answer,
     Decided,
     Held,
-    Prepare,
     Refused,
-    Request,
-    machine_name,
 )
-from paceline.cluster.membership.voting.successor import View, acceptors_of, is_quorum
+from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.cluster.membership.witness_thread import WitnessThread
-from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.errors import CommError, CommTimeout
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
 _PROGRESS_S = 1.0  # between two reports of progress
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
-_TIMED_OUT_S = 2.0  # after a timeout, in which the members that wait for the same one report it
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
-VOTE, STORE = "vote", "store"
-LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
-
-
-class OutsideWorld(PeerLost):
-    """Error of a member that is in no further generation.
-
-    Attributes:
-        expelled: whether the others continue without it, so that it must write nothing; else there
-            is no quorum, or no state to continue from.
-    """
-
-    expelled = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """Change of the generation, with what it took.
-
-    Attributes:
-        generation: the next generation.
-        lost: the members that aren't in it.
-        left: whether one of them ended well, while the others still needed it.
-        reasons: why, a sentence for each suspected one, without its stop.
-        detected_at: when the first suspicion or report came, by the monotonic clock.
-        decided_at: when the outcome was known here.
-    """
-
-    generation: Generation
-    lost: tuple[Member, ...]
-    left: bool
-    reasons: tuple[str, ...]
-    detected_at: float
-    decided_at: float
 
 
 class Membership:
@@ -119,28 +82,18 @@ class Membership:
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
-        self._changed = threading.Condition()  # guards what the training thread shares, up to:
-        self._changes: dict[str, Change] = {}
-        """By the id of the generation that ended."""
-
-        self._failure: CommError | None = None
-        self._interrupts: dict[str, Callable[[], None]] = {}
-        self._interrupted: set[str] = set()
         self._step = 0
+        self._end_asked: Callable[[bool], None] = lambda supervised: None
+        self._stores = ControlStores()
+        self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
+        self._waits = GenerationWaits(self._stores)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
         self._began = False
-        self._closing = False
-        self._evidence: dict[str, MemberEvidence] = {}
-        self._left: set[str] = set()
-        self._timed_out_at: float | None = None  # when the first member reported a timeout
-        self._leavers: set[str] = set()
-        self._suspicions: dict[str, Suspicion] = {}
+        self._closing = self._ending = False
+        self._watch = MemberWatch(member.id, options)
         self._detected_at = 0.0
-        self._observer = Observer.starting(member.id, time.monotonic())
         self._vote: Vote | None = None
-        self._stores = ControlStores()
-        self._store: tuple[str, ControlStore] | None = None
         self.line = ControlLine(
             name=member.id,
             secret=secret,
@@ -148,11 +101,7 @@ class Membership:
             handler=self,
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
-        self._witness = None
-        if witness is not None:
-            self._witness = WitnessThread(
-                witness, lambda reply: self.line.post(lambda: self._answered(reply))
-            )
+        self._acceptors.connect(self.line)
 
     @property
     def id(self) -> str:
@@ -173,9 +122,7 @@ class Membership:
         def start() -> None:
             self._generation = generation
             self._began = True
-            now = time.monotonic()
-            self._observer = Observer.starting(self._member.id, now)
-            self._watch(generation)
+            self._watch.begin(generation, self.line.connected())
             self._judge()
             self._report()
 
@@ -183,31 +130,22 @@ class Membership:
 
     def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
         """Let the loss of a member interrupt a generation's waits, at once where it is known."""
-        with self._changed:
-            self._interrupts = {generation.id: interrupt}
-            known = generation.id in self._interrupted
-        if known:
-            interrupt()
+        self._waits.attach(generation, interrupt)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation; it serves until the generation ends."""
         generation = group.generation
-        with self._changed:
-            if self._store is None or self._store[0] != generation.id:
-                store = ControlStore(
-                    self.line,
-                    generation.leader.id,
-                    generation.leader.id == self._member.id,
-                    generation.key_prefix,
-                    timedelta(seconds=self._options.timeout),
-                )
-                if self._store is not None:
-                    self._stores.remove(self._store[1])
-                self._store = generation.id, store
-                self._stores.add(store)
-                if generation.id in self._interrupted:
-                    store.close()
-            return self._store[1]
+
+        def open_store() -> ControlStore:
+            return ControlStore(
+                self.line,
+                generation.leader.id,
+                generation.leader.id == self._member.id,
+                generation.key_prefix,
+                timedelta(seconds=self._options.timeout),
+            )
+
+        return self._waits.store_of(generation, open_store)
 
     def acknowledge(self, generation: Generation, held: tuple[Held, ...]) -> bool:
         """Record what this member holds; return False where nothing may be acknowledged."""
@@ -229,21 +167,13 @@ class Membership:
         """
         timed_out = isinstance(error, CommTimeout)
         self._on_line(lambda: self._leave(present, str(error), timed_out=timed_out))
-        limit = 2 * self._options.timeout + 2 * self._options.peer_timeout + _TIMED_OUT_S
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or present.id in self._changes, limit
-            )
-            if self._failure is not None:
-                raise self._failure
-            if present.id not in self._changes:
-                raise OutsideWorld(
-                    f"No decision about the next generation within {limit:g} s: {error}"
-                )
-            change = self._changes.pop(present.id)
+        limit = 2 * self._options.timeout + 2 * self._options.peer_timeout + TIMED_OUT_S
+        change = self._waits.next(present, limit)
+        if change is None:
+            raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
             expelled = OutsideWorld(
-                f"{present.describe(_rank_in(present, self._member.id))} was expelled from the "
+                f"{present.name_of(self._member.id)} was expelled from the "
                 "run, because the others had no sign of life from it; they continue without it."
             )
             expelled.expelled = True
@@ -255,16 +185,31 @@ class Membership:
         self._closing = True
         self.line.broadcast(LEAVING, {"member": self._member.id})
 
+    def end_run(self, reason: str, status: int) -> None:
+        """Ask all members and supervisors to end the run, from any thread; no vote begins any more.
+
+        Args:
+            reason: why, a sentence.
+            status: the exit status of the run's commands.
+        """
+        self._ending = True
+        self.line.broadcast(END, {"text": reason, "status": status})
+
+    def when_end_is_asked(self, call: Callable[[bool], None]) -> None:
+        """Let a request to end the run, of another process, call a function on the line's thread.
+
+        No vote begins any more: the function ends this process within seconds.
+
+        Args:
+            call: is given whether this machine's supervisor is connected, and ends its workers.
+        """
+        self._end_asked = call
+
     def close(self) -> None:
         """End the control line and its threads."""
         self.line.close()
-        if self._witness is not None:
-            self._witness.close()
-        with self._changed:
-            if self._store is not None:
-                self._stores.remove(self._store[1])
-                self._store = None
-        self._acceptor.close()
+        self._waits.close()
+        self._acceptors.close()
 
     # Events of the control line.
 
@@ -281,25 +226,27 @@ class Membership:
                 if body["generation"] == self._generation.id:
                     self._begin_vote()
             elif kind == EXITED:
-                self._note(body["member"], exited=body["how"])
+                self._watch.exited(body["member"], body["how"])
                 self._judge_once()
             elif kind == PROGRESS:
                 self._note_progress(peer, body)
             elif kind == LEAVING:
-                self._leavers.add(peer)
+                self._watch.leavers.add(peer)
+            elif kind == END:
+                self._end(peer, body)
             elif kind in self._handlers:
                 self._handlers[kind](peer, body, bulk)
 
     def opened(self, peer: str) -> None:
         """Handle a connected peer."""
         with self._guarded():
-            self._note(peer, closed_at=None, last_beat=time.monotonic())
+            self._watch.opened(peer)
 
     def closed(self, peer: str, reason: str) -> None:
         """Handle the end of a peer's connections."""
         with self._guarded():
             self._stores.lost(peer)
-            self._note(peer, closed_at=time.monotonic())
+            self._watch.closed(peer)
             self.line.call_later(CLOSED_GRACE_S + 0.01, self._judge_once)
 
     # What follows runs on the line's thread.
@@ -316,34 +263,8 @@ class Membership:
 
     def _fail(self, error: CommError) -> None:
         """End the wait of the thread that trains with an error."""
-        with self._changed:
-            if self._failure is None:
-                self._failure = error
-            self._changed.notify_all()
-        self._interrupt(self._generation)
-
-    def _watch(self, generation: Generation) -> None:
-        """Begin to judge the members of a generation; what is known of them is retained."""
-        now, before = time.monotonic(), self._evidence
-        self._evidence = {}
-        connected = self.line.connected() | {self._member.id}
-        for rank, member in enumerate(generation.members):
-            known = before.get(member.id) or MemberEvidence(
-                name=generation.describe(rank),
-                last_beat=now,
-                step=0,
-                progress_at=now,
-                closed_at=None if member.id in connected else now,
-            )
-            self._evidence[member.id] = replace(
-                known, name=generation.describe(rank), step=0, progress_at=now, timed_out=()
-            )
-        self._left.clear()
-        self._timed_out_at = None
-
-    def _note(self, member: str, **fields: Any) -> None:
-        if member in self._evidence:
-            self._evidence[member] = replace(self._evidence[member], **fields)
+        self._waits.fail(error)
+        self._waits.interrupt(self._generation)
 
     def _judge(self) -> None:
         """Judge, again and again."""
@@ -356,139 +277,89 @@ class Membership:
     def _judge_once(self) -> None:
         if not self._began or self._closing:
             return
-        now = time.monotonic()
-        for member in self._evidence.keys() & self.line.connected():
-            beat = now - self.line.silence(member)
-            self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
-        self._note(self._member.id, last_beat=now)
-        if self._timed_out_at is not None and now >= self._timed_out_at + _TIMED_OUT_S:
-            for member in self._evidence:  # those that were interrupted in a wait have left, too
-                self._note(member, timed_out=tuple(sorted(self._left - {member})))
-        self._observer = self._observer.at(now)
-        judged = judge(now, self._evidence, self._options, self._observer)
-        present = {one: each for one, each in judged.items() if one not in self._leavers}
-        new = present.keys() - self._suspicions.keys()
-        self._suspicions.update({member: present[member] for member in new})
-        if new:
+        if self._watch.judge({peer: self.line.silence(peer) for peer in self.line.connected()}):
             self._begin_vote(anew=True)
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
         body: dict[str, Any] = {"generation": self._generation.id, "step": self._step}
-        self.line.broadcast(PROGRESS, body, list(self._evidence))
+        self.line.broadcast(PROGRESS, body, self._watch.watched)
         self._note_progress(self._member.id, body)
         if not self._closing:
             self.line.call_later(_PROGRESS_S, self._report)
 
     def _note_progress(self, member: str, body: Mapping[str, Any]) -> None:
-        known = self._evidence.get(member)
-        if known is None or body["generation"] != self._generation.id:
-            return
-        if known.step != body["step"]:
-            self._note(member, step=body["step"], progress_at=time.monotonic())
+        if body["generation"] == self._generation.id:
+            self._watch.progressed(member, body["step"])
 
     def _leave(self, present: Generation, reason: str, *, timed_out: bool) -> None:
         """Leave a generation: report it, and vote on its successor."""
         if present.id != self._generation.id:  # the successor is decided
             return
         body: dict[str, Any] = {"generation": present.id, "timed_out": timed_out}
-        self.line.broadcast(LEFT, body, list(self._evidence))
+        self.line.broadcast(LEFT, body, self._watch.watched)
         self._note_left(self._member.id, body)
 
     def _note_left(self, member: str, body: Mapping[str, Any]) -> None:
         if body["generation"] != self._generation.id:
             return
-        self._left.add(member)
-        if body["timed_out"] and self._timed_out_at is None:
-            self._timed_out_at = time.monotonic()
-            self.line.call_later(_TIMED_OUT_S, self._judge_once)
-        self._begin_vote(_TIMED_OUT_S + _EVIDENCE_S if body["timed_out"] else _EVIDENCE_S)
+        if self._watch.left(member, timed_out=body["timed_out"]):
+            self.line.call_later(TIMED_OUT_S, self._judge_once)
+        self._begin_vote(TIMED_OUT_S + _EVIDENCE_S if body["timed_out"] else _EVIDENCE_S)
 
     def _begin_vote(self, delay: float = _EVIDENCE_S, *, anew: bool = False) -> None:
         """Interrupt the present generation, and take part in the vote on its successor."""
-        if not self._began:
+        if not self._began or self._ending:
             return
         generation = self._generation
-        self._interrupt(generation)
+        self._waits.interrupt(generation)
         if self._vote is None:
             self._detected_at = time.monotonic()
             self._vote = Vote(
                 generation,
                 self._member.id,
-                ask=self._ask,
-                view=self._view,
+                ask=self._acceptors.ask,
+                view=lambda: self._watch.view,
                 call_later=self.line.call_later,
                 decided=self._decide,
                 promise_limit=self._options.peer_timeout,
             )
         elif not anew:
             return
-        absent = self._view().absent
+        absent = self._watch.view.absent
         first = next((one.id for one in generation.members if one.id not in absent), None)
         own = first == self._member.id
-        if self._suspicions.keys() & self._evidence.keys():
+        if self._watch.suspicions:
             delay = 0.0
         self._vote.propose_in(delay if own else delay + _TURN_S * random.uniform(1, 2))
 
-    def _interrupt(self, generation: Generation) -> None:
-        with self._changed:
-            if generation.id in self._interrupted:
-                return
-            self._interrupted.add(generation.id)
-            interrupt = self._interrupts.get(generation.id)
-            store = self._store
-        if interrupt is not None:
-            interrupt()
-        if store is not None and store[0] == generation.id:
-            store[1].close()
+    def _end(self, peer: str, body: dict[str, Any]) -> None:
+        """Take part in the run's end, and pass the request on to this machine's supervisor.
 
-    def _view(self) -> View:
-        return View(suspected=frozenset(self._suspicions), leavers=frozenset(self._leavers))
-
-    def _endpoints(self, machine: int) -> list[str]:
-        """Return the names of a machine's connected processes."""
-        names = {one.id for one in self._generation.members if one.machine == machine}
-        names.add(supervisor_name(machine))
-        return sorted(names & self.line.connected())
-
-    def _ask(self, request: Request) -> None:
-        """Send a request to all acceptors; this machine's record answers at once."""
-        body = {"kind": type(request).__name__, "text": request.to_text()}
-        for machine in self._generation.machines:
-            if machine != self._member.machine:
-                for name in self._endpoints(machine):
-                    self.line.send(name, VOTE, body)
-        if self._witness is not None and WITNESS in acceptors_of(self._generation):
-            self._witness.ask(request)
-        reply = self._acceptor.answer(request)
-        self._announce(request)
-        if reply is not None:
-            self._on_line(lambda: self._answered(reply))
-
-    def _announce(self, request: Request) -> None:
-        """Report to the other members of this machine that it takes part in a vote."""
-        others = set(self._endpoints(self._member.machine))
-        others -= {supervisor_name(self._member.machine)}
-        self.line.broadcast(PROMISED, {"generation": request.generation.id}, others)
+        The supervisor of a machine without members ends by itself.
+        """
+        members = {one.id for one in self._generation.members}
+        members |= {supervisor_name(machine) for machine in self._generation.machines}
+        if self._ending or peer not in members:
+            return
+        self._ending = True
+        self._end_asked(self.line.send(supervisor_name(self._member.machine), END, body))
 
     def _vote_message(self, peer: str, body: Mapping[str, Any]) -> None:
-        message = KINDS[body["kind"]].from_text(body["text"])
-        if isinstance(message, Prepare | Accept):
-            reply = self._acceptor.answer(message)
-            if reply is None:
-                return
-            self._send(peer, reply)
-            if isinstance(reply, Decided):
-                self._learn(reply)
-            elif not isinstance(reply, Refused):
-                if message.generation.id == self._generation.id:
-                    self._begin_vote()
-                self._announce(message)
-        else:
-            self._answered(message)
+        replied = self._acceptors.reply(peer, body)
+        if replied is None or replied[1] is None:
+            return
+        request, reply = replied
+        if isinstance(reply, Decided):
+            self._learn(reply)
+        elif not isinstance(reply, Refused):
+            if request.generation.id == self._generation.id:
+                self._begin_vote()
+            self._acceptors.announce(request)
 
-    def _send(self, peer: str, message: Request | Answer) -> None:
-        self.line.send(peer, VOTE, {"kind": type(message).__name__, "text": message.to_text()})
+    def _take_answer(self, answer: Answer) -> None:
+        with self._guarded():
+            self._answered(answer)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Decided):
@@ -499,10 +370,7 @@ class Membership:
     def _decide(self, value: Generation) -> None:
         """Report an outcome, which a ballot of this member decided, to all."""
         message = Decided(generation=self._generation.id, value=value)
-        peers = {member.id for member in self._generation.members}
-        peers |= {supervisor_name(machine) for machine in self._generation.machines}
-        body = {"kind": "Decided", "text": message.to_text()}
-        self.line.broadcast(VOTE, body, peers & self.line.connected())
+        self._acceptors.report(message, self._generation)
         self._learn(message)
 
     def _learn(self, message: Decided) -> None:
@@ -514,7 +382,7 @@ class Membership:
         if self._vote is not None:
             self._vote.end()
             self._vote = None
-        self._interrupt(ended)
+        self._waits.interrupt(ended)
         remaining = {member.id for member in value.members}
         lost = tuple(member for member in ended.members if member.id not in remaining)
         for member in lost:
@@ -523,27 +391,19 @@ class Membership:
         change = Change(
             generation=value,
             lost=lost,
-            left=any(member.id in self._leavers for member in lost),
-            reasons=tuple(
-                self._suspicions[member.id].reason
-                for member in lost
-                if member.id in self._suspicions
-            ),
+            left=any(member.id in self._watch.leavers for member in lost),
+            causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
             decided_at=now,
         )
         self._detected_at = 0.0
         self._generation = value
-        self._suspicions = {
-            member: each for member, each in self._suspicions.items() if member in remaining
-        }
-        self._watch(value)
-        with self._changed:
-            self._changes[ended.id] = change
-            self._changed.notify_all()
+        self._acceptors.know(value)
+        self._watch.enter(value, self.line.connected())
+        self._waits.decide(ended, change)
         if self._member.id not in remaining:
             self._closing = True
-        elif self._suspicions:
+        elif self._watch.suspicions:
             self._begin_vote(anew=True)
 
     def _give_up_without_quorum(self) -> None:
@@ -552,16 +412,12 @@ class Membership:
         if vote is None or self._closing:
             return
         generation, age = vote.generation, time.monotonic() - vote.began_at
-        reached = {machine_name(self._member.machine)}
-        for machine in generation.machines:
-            names = self._endpoints(machine)
-            if any(self.line.silence(name) < self._options.peer_timeout for name in names):
-                reached.add(machine_name(machine))
+        reached = self._acceptors.reached(generation, self._options.peer_timeout)
         lacking = not is_quorum(generation, reached | {WITNESS})
         if age > self._options.peer_timeout and (
             lacking or age > self._options.peer_timeout + self._options.timeout
         ):
-            reasons = "; ".join(each.reason for each in self._suspicions.values())
+            reasons = "; ".join(each.reason for each in self._watch.suspicions.values())
             machines = len(generation.machines)
             self._fail(
                 OutsideWorld(
@@ -587,22 +443,3 @@ class _Guard:
         elif isinstance(error, Exception):
             self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
         return isinstance(error, Exception)
-
-
-def supervisor_name(machine: int) -> str:
-    """Return the name of a machine's supervisor on the control line."""
-    return f"supervisor/{machine}"
-
-
-def _rank_in(generation: Generation, member: str) -> int:
-    return [one.id for one in generation.members].index(member)
-
-
-def supervisor_key(generation: Generation, machine: int) -> str:
-    """Return the key in the store under which a machine's supervisor publishes its address."""
-    return f"{generation.key_prefix}/supervisor/{machine}"
-
-
-def control_secret(generation: Generation) -> bytes:
-    """Return the secret of the control line, of the first generation of a start."""
-    return hmac.digest(generation.token.encode(), b"paceline control line", "sha256")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-from paceline.cluster.membership.lease_watch import LeaseWatch
+from paceline.cluster.membership.leases.lease_watch import LeaseWatch
 from paceline.cluster.rendezvous.deadline import (
     Deadline,
     DeadlinePassed,

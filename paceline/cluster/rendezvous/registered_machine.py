@@ -8,9 +8,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.heartbeat import Heartbeat
-from paceline.cluster.membership.lease import ENDED
-from paceline.cluster.membership.lease_watch import LeaseWatch, lease_key
+from paceline.cluster.membership.leases.heartbeat import Heartbeat
+from paceline.cluster.membership.leases.lease import ENDED
+from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (

@@ -25,9 +25,9 @@ from urllib.parse import unquote
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.json_record import JsonRecord
-from paceline.cluster.membership.heartbeat import Heartbeat
-from paceline.cluster.membership.lease import ENDED
-from paceline.cluster.membership.lease_watch import LeaseWatch, lease_key
+from paceline.cluster.membership.leases.heartbeat import Heartbeat
+from paceline.cluster.membership.leases.lease import ENDED
+from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.process_rendezvous import START

@@ -1,5 +1,8 @@
 """A supervisor's end of the control line: it answers for its machine, and reports exits.
 
+It reports the run's end, too: a signal to one supervisor, or a request to one member, ends the
+processes of all machines, also where the store is lost.
+
 It makes the machine's acceptor record, which its workers open, so that the machine has a vote as
 long as the supervisor or one of the workers lives. Workers connect to the supervisors of all
 machines; supervisors don't connect to each other.
@@ -8,14 +11,13 @@ machines; supervisors don't connect to each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
-from paceline.cluster.membership.control_line.line import ControlLine
-from paceline.cluster.membership.generation import Generation
-from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import (
+from paceline.cluster.membership.control_line.frame_kinds import (
+    END,
     EXITED,
     PROMISED,
     VOTE,
@@ -23,7 +25,11 @@ from paceline.cluster.membership.membership import (
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommError
@@ -34,11 +40,15 @@ class MachineEndpoint:
 
     Args:
         run: the formed run, before its workers start.
+        end: called in another thread with the reason for which another process ends the run.
     """
 
-    def __init__(self, run: FormedRun) -> None:
+    def __init__(self, run: FormedRun, end: Callable[[FailureReport], None]) -> None:
+        self._end = end
+        self._changed = threading.Condition()  # over the generation and the names
         machine = run.registered.plan.machine
         self._generation: Generation = run.generation.with_token_of_join(0)
+        self._names = _names_in(self._generation)
         member = next(one for one in self._generation.members if one.machine == machine)
         record = AcceptorRecord.make()
         self._acceptor = MachineAcceptor(record, machine)
@@ -51,11 +61,31 @@ class MachineEndpoint:
         entry = {"address": member.address, "port": self._line.port, "record": record.path}
         run.registered.store.set(supervisor_key(self._generation, machine), json.dumps(entry))
 
+    def name_of(self, member: str) -> str:
+        """Name a member for messages, by its rank in the newest generation that it was in."""
+        self._enter(self._acceptor.successor_of(self._generation))
+        return self._names[member]
+
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to all members."""
         if end.failed and end.member:
             how = end.text.partition(". ")[0].removeprefix(f"{end.name} ").rstrip(".")
             self._line.broadcast(EXITED, {"member": end.member, "how": how})
+
+    def end_run(self, failure: FailureReport) -> None:
+        """Report to the members of all machines why the run ends."""
+        self._line.broadcast(END, {"text": failure.text, "status": failure.status})
+
+    def await_change(self, limit: float) -> None:
+        """Wait until the connected members continue without this machine."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._acceptor.machine not in self._generation.machines
+                    or not self._line.connected()
+                ),
+                limit,
+            )
 
     def close(self) -> None:
         """End the connections."""
@@ -63,20 +93,24 @@ class MachineEndpoint:
         self._acceptor.close()
 
     def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
-        """Answer a request by the machine's record."""
+        """Answer a request by the machine's record, or pass the reason for the run's end on."""
         if kind == VOTE:
             self._vote(peer, body)
+        elif kind == END:
+            self._end(FailureReport(text=body["text"], status=body["status"]))
 
     def opened(self, peer: str) -> None:
         """Do nothing: members connect by themselves."""
 
     def closed(self, peer: str, reason: str) -> None:
-        """Do nothing: members judge each other."""
+        """Take note of it: members judge each other."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _vote(self, peer: str, body: Mapping[str, Any]) -> None:
         message = KINDS[body["kind"]].from_text(body["text"])
         if isinstance(message, Decided):
-            self._generation = message.value
+            self._enter(message.value)
             self._acceptor.learn(message.value)
         if not isinstance(message, Prepare | Accept):
             return
@@ -93,3 +127,16 @@ class MachineEndpoint:
             }
             promised = {"generation": message.generation.id}
             self._line.broadcast(PROMISED, promised, here & self._line.connected())
+
+    def _enter(self, generation: Generation | None) -> None:
+        """Take note of a decided generation, if it is newer; from any thread."""
+        with self._changed:
+            if generation is not None and generation.descends_from(self._generation.id):
+                self._generation = generation
+                self._names = self._names | _names_in(generation)
+                self._changed.notify_all()
+
+
+def _names_in(generation: Generation) -> dict[str, str]:
+    """Return what messages call the members of a generation, by their ids."""
+    return {each.id: generation.describe(rank) for rank, each in enumerate(generation.members)}

@@ -38,14 +38,17 @@ from paceline.errors import ConfigError, PacelineError
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
+_REPORT_S = 1.0  # of those, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
 _DEREGISTER_S = 1.0
+_VOTE_S = 5.0  # within which the members of other machines continue without this one
 
-OpenEndpoint = Callable[[FormedRun], SupervisorEndpoint]
-"""Opens the supervisor's end of the connections to the members of a formed run."""
+OpenEndpoint = Callable[[FormedRun, Callable[[FailureReport], None]], SupervisorEndpoint]
+"""Opens the supervisor's end of the connections to the members of a formed run. It is given what
+receives, from another thread, the reason for which another process ends the run."""
 
 
 class MachineWorkers:
@@ -70,10 +73,11 @@ class MachineWorkers:
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
-        self._lost: dict[int, FailureReport] = {}
-        """By local rank, how workers ended whose loss the others survive."""
+        self._lost: dict[str, FailureReport] = {}
+        """By their names at that time, how workers ended whose loss the others survive."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
+        self._hurried = False  # a second signal came
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -90,14 +94,20 @@ class MachineWorkers:
                     worker.announce_end()
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
+                if self._isolated and self._endpoint is not None:
+                    self._endpoint.await_change(_VOTE_S)
                 if not self._isolated:
+                    if self._endpoint is not None:
+                        self._endpoint.end_run(failure)
                     first = call_with_timeout(
                         _POST_S, partial(post, self._run.registered.store, failure)
                     )
                     failure = first or failure
                 self._signal(signal.SIGTERM)
-                self._report_failure(failure)
-            self._end()
+                ended = self._ended_within(_REPORT_S, hurry=True)
+                self._report_failure(failure)  # the last line: workers reported what they saved
+                if not ended:
+                    self._end()
         finally:
             self._signal(signal.SIGKILL)
             self._resources.close()
@@ -131,7 +141,7 @@ class MachineWorkers:
             first = self._run.generation.leader.host
             self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         if self._open_endpoint is not None:
-            self._endpoint = self._open_endpoint(self._run)
+            self._endpoint = self._open_endpoint(self._run, self._events.put)
             self._resources.callback(self._endpoint.close)
         for local_rank, argv in enumerate(commands):
             error_file, mark = (
@@ -165,13 +175,13 @@ class MachineWorkers:
             deadline = deadline or time.monotonic() + _CAUSE_S
         if not failures and len(self._lost) < self._plan.workers:
             if self._lost:
-                names = ", ".join(map(self._name, self._lost))
+                names = ", ".join(self._lost)
                 self._report(f"the run is finished; it continued without {names}.")
             return None
         self._isolated = not failures
         # Workers that fail and haven't ended yet may have left a report, too.
         reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
-        return cause([*failures, *filter(None, reports), *self._lost.values()])
+        return cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
@@ -190,27 +200,27 @@ class MachineWorkers:
         worker, name = self._workers.pop(local_rank), self._name(local_rank)
         if event.returncode == 0:
             self._survivable |= worker.survives
-            self._report_exit(local_rank, f"{name} ended with status 0.", failed=False)
+            self._report_exit(local_rank, name, f"{name} ended with status 0.", failed=False)
             return None
         own = worker.report(name)  # else what its exit status says
         failure = own or FailureReport.of_exit(name, event.returncode)
-        self._report_exit(local_rank, failure.text, failed=True)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
-            return failure
-        self._lost[local_rank] = failure
+            return failure  # no loss to report: the others end, too
+        self._report_exit(local_rank, name, failure.text, failed=True)
+        self._lost[name] = failure
         if self._workers:
             self._report(f"{failure.text} The other workers continue.")
         return None
 
-    def _report_exit(self, local_rank: int, text: str, *, failed: bool) -> None:
+    def _report_exit(self, local_rank: int, name: str, text: str, *, failed: bool) -> None:
         if self._endpoint is not None:
             member = self._member(local_rank).id if local_rank < self._plan.workers else ""
             self._endpoint.exited(
                 WorkerExit(
                     local_rank=local_rank,
                     member=member,
-                    name=self._name(local_rank),
+                    name=name,
                     text=text,
                     failed=failed,
                 )
@@ -218,7 +228,8 @@ class MachineWorkers:
 
     def _end(self) -> None:
         """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
-        if self._ended_within(_TERM_S, hurry=True):
+        limit = _SAVE_S if self._hurried else _TERM_S
+        if self._ended_within(limit - _REPORT_S, hurry=True):
             return
         self._signal(signal.SIGKILL)
         deadline = time.monotonic() + _REAP_S
@@ -241,6 +252,7 @@ class MachineWorkers:
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
             if hurry and isinstance(event, signal.Signals):
+                self._hurried = True
                 deadline = min(deadline, started + _SAVE_S)
             if left <= 0:
                 return False
@@ -266,6 +278,8 @@ class MachineWorkers:
         if local_rank == self._plan.workers:
             return f"the averaging server on {self._machine()}"
         generation = self._run.generation
+        if self._endpoint is not None:
+            return self._endpoint.name_of(self._member(local_rank).id)
         return generation.describe(generation.rank_of(self._plan.machine, local_rank))
 
     def _machine(self) -> str:

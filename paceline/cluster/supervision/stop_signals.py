@@ -32,7 +32,9 @@ class StopSignals:
     """
 
     def __init__(self, report: Callable[[signal.Signals], None] = lambda number: None) -> None:
-        self._report = report
+        self._reports = [report]
+        self._asked = False  # by another process of the run
+        self._receiving = False
         self._number = 0
         self._ended = threading.Event()
 
@@ -40,6 +42,23 @@ class StopSignals:
     def status(self) -> int:
         """The exit status that a signal asks for: 128 + its number; 0 as long as there is none."""
         return 128 + self._number if self._number else 0
+
+    def when_received(self, report: Callable[[signal.Signals], None]) -> None:
+        """Call a further function with the signal, in another thread."""
+        self._reports.append(report)
+
+    def stop(self, supervised: bool) -> None:
+        """End this process as SIGTERM does, because another one ends the run; from any thread.
+
+        The signal isn't reported: the other process reports why the run ends.
+
+        Args:
+            supervised: whether a supervisor ends it, too. Then a process that doesn't receive the
+                signal, and would end at once, waits for that: its supervisor has the reason.
+        """
+        self._asked = True
+        if self._receiving or not supervised:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
     def received(self, rescue: Callable[[], str]) -> Iterator[None]:
@@ -69,9 +88,11 @@ class StopSignals:
             target=self._listen, args=(reader, rescue), name="signals", daemon=True
         )
         thread.start()
+        self._receiving = True
         try:
             yield
         finally:
+            self._receiving = False
             self._ended.set()
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
@@ -84,9 +105,10 @@ class StopSignals:
         while received := os.read(reader, 1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._number = received[0]
-                report_stop(signal.Signals(received[0]))
-                self._report(signal.Signals(received[0]))
                 deadline = monotonic() + _END_S
+                report_stop(signal.Signals(received[0]), consequence=self._asked)
+                for report in () if self._asked else self._reports:
+                    report(signal.Signals(received[0]))
                 if not self._ended.wait(_RESCUE_S):
                     saved = rescue()
                     if not self._ended.wait(max(0.0, deadline - monotonic())):

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -103,12 +104,18 @@ def _declare(*, closed: bool) -> None:
             declare(environment.survival_mark, closed=closed)
 
 
-def report_stop(number: signal.Signals) -> None:
-    """Write down for the supervisor, if there is one, that a signal stops this worker."""
+def report_stop(number: signal.Signals, *, consequence: bool = False) -> None:
+    """Write down for the supervisor, if there is one, that a signal stops this worker.
+
+    Args:
+        number: the signal.
+        consequence: another process of the run is stopped, and reports why.
+    """
     environment = worker_environment()
     if environment is not None:
+        failure = replace(FailureReport.of_signal(number), consequence=consequence)
         with suppress(OSError):  # the supervisor has ended
-            FailureReport.of_signal(number).write(Path(environment.error_file))
+            failure.write(Path(environment.error_file))
 
 
 def end_with_supervisor() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.cluster.supervision.failure_report import FailureReport
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
@@ -28,8 +30,23 @@ class WorkerExit:
 class SupervisorEndpoint(Protocol):
     """Supervisor's end of the connections to the run's members."""
 
+    def name_of(self, member: str) -> str:
+        """Name a member for messages, by its rank in the newest generation that it was in."""
+
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to the members that are connected; never waits."""
+
+    def end_run(self, failure: FailureReport) -> None:
+        """Report to the members of all machines why the run ends; never waits."""
+
+    def await_change(self, limit: float) -> None:
+        """Wait, while members are connected, until they continue without this machine.
+
+        Until then the machine has a vote.
+
+        Args:
+            limit: seconds to wait.
+        """
 
     def close(self) -> None:
         """End the connections; all workers of the machine have ended."""

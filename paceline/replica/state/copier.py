@@ -310,7 +310,7 @@ def _restore_pair(
         if name in state[TRACKED]:
             tracked.load_state_dict(copy_state(state[TRACKED][name]))
         if isinstance(tracked, GradScaler) and tracked.is_enabled():
-            _reset_stages(tracked)
+            reset_stages(tracked)
     modules = dict(model.named_modules()) if objects.scope.first else {}
     _restore_buffers(modules, state[BUFFERS])
     for name, module in _with_extra_state(modules):
@@ -387,6 +387,6 @@ def _restore_optimizer(
     states.update(copy_state(state[OTHER]))
 
 
-def _reset_stages(scaler: GradScaler) -> None:
+def reset_stages(scaler: GradScaler) -> None:
     """Forget what a loss scaler has done in an interrupted step, as its `update` does."""
     scaler._per_optimizer_states.clear()

@@ -18,11 +18,13 @@ class HeldParts:
         whole: ids of all members whose parts make up the snapshot.
         completed: the number of completed steps in it; smaller than the step in its name where a
             step trains several batches.
+        complete: whether it needs no other member's part.
     """
 
     parts: frozenset[str]
     whole: frozenset[str]
     completed: int
+    complete: bool = False
 
 
 class BackupChannel(Protocol):

@@ -27,11 +27,15 @@ _ENDS = "The present generation of the world ends, because a peer was lost."
 
 
 class _Own(NamedTuple):
-    """Held snapshot: this member's id, the ids of all owners, its number of completed steps."""
+    """Held snapshot: this member's id, the ids of all owners, its number of completed steps.
+
+    Where it is complete, this member needs no other one's part.
+    """
 
     owner: str
     whole: frozenset[str]
     completed: int
+    complete: bool
 
 
 class SnapshotBackup:
@@ -74,6 +78,7 @@ class SnapshotBackup:
         holder: str | None,
         whole: Iterable[str],
         completed: int,
+        complete: bool = False,
     ) -> None:
         """Record a snapshot that is held, and send the own part in the background.
 
@@ -84,9 +89,10 @@ class SnapshotBackup:
             holder: the backup holder's id; None: there is no other member, and nothing is sent.
             whole: ids of all members whose parts make up the snapshot.
             completed: the number of completed steps in it.
+            complete: whether this member needs no other one's part, as after `complete`.
         """
         with self._changed:
-            self._own[name] = _Own(owner, frozenset(whole), completed)
+            self._own[name] = _Own(owner, frozenset(whole), completed, complete)
             self._record()
             if holder is None:
                 self._confirmed.add(name)
@@ -95,6 +101,15 @@ class SnapshotBackup:
             self._thread = threading.Thread(target=self._send, name="paceline-backup", daemon=True)
             self._thread.start()
         self._queue.put((holder, name, owner, part))
+
+    def complete(self, name: SnapshotName) -> None:
+        """Note that this member needs no other one's part of a snapshot that was given to `hold`.
+
+        No rank has state of its own, and the sums of all ranks' values are known here.
+        """
+        with self._changed:
+            self._own[name] = self._own[name]._replace(complete=True)
+            self._record()
 
     def holds(self, name: SnapshotName) -> bool:
         """Return whether a snapshot was given to `hold`, and wasn't dropped since."""
@@ -162,6 +177,11 @@ class SnapshotBackup:
             self._own = {name: parts for name, parts in self._own.items() if name == start}
             self._copies.retain(self._own)
             self._forget_others()
+
+    def record(self) -> None:
+        """Record once more what is held; from any thread."""
+        with self._changed:
+            self._record()
 
     def discard(self) -> None:
         """Drop everything: no snapshots are taken any more."""
@@ -253,10 +273,14 @@ class SnapshotBackup:
         without: Sequence[tuple[SnapshotName, str]] = (),
     ) -> dict[SnapshotName, HeldParts]:
         held = {}
-        for name, (owner, whole, completed) in own.items():
+        for name, (owner, whole, completed, complete) in own.items():
             copies = {each for each in self._copies.owners(name) if (name, each) not in without}
-            parts = frozenset({owner, *copies})
-            held[name] = HeldParts(parts=parts, whole=whole, completed=completed)
+            held[name] = HeldParts(
+                parts=frozenset({owner, *copies}),
+                whole=whole,
+                completed=completed,
+                complete=complete,
+            )
         return held
 
     def _forget_others(self) -> None:

@@ -6,14 +6,18 @@
 
 A summary counts the ranks that acknowledge the first and the second snapshot that isn't committed
 yet. These are the same ones on all ranks, which take and commit snapshots at the same boundaries.
+
+Where no rank has state of its own, all that a snapshot lacks on a rank are the sums of the last
+steps. Once their summaries are received, each rank has the whole snapshot: it is complete.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from paceline.cluster.membership.backup_holder import holder_of
 from paceline.cluster.membership.generation import Generation
@@ -36,6 +40,7 @@ class SnapshotCommits:
         device: device of the communicator's tensors.
         backup: sends the own part to the backup holder; None: no rank has copies, and what is held
             is acknowledged.
+        divided: returns whether ranks have state of their own; the same on all ranks.
     """
 
     def __init__(
@@ -45,9 +50,11 @@ class SnapshotCommits:
         pairs: int,
         device: torch.device,
         backup: SnapshotBackup | None,
+        divided: Callable[[], bool],
     ) -> None:
         self._run, self._snapshots, self._pairs, self._device = run, snapshots, pairs, device
-        self._backup = backup
+        self._backup, self._divided = backup, divided
+        self._totals: dict[SnapshotName, dict[int, Tensor]] = {}  # of steps before the snapshot
         self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
         self._acknowledged: deque[SnapshotName] = deque()  # by all ranks; to be committed
         self.enter_generation(run.context.group.generation)
@@ -68,6 +75,20 @@ class SnapshotCommits:
         uncommitted = self._snapshots.uncommitted
         self._acknowledged.extend(name for name, mark in marks if mark and name in uncommitted)
 
+    def note_sums(self, summary: StepSummary) -> None:
+        """Take note of a step's sums over all ranks, as soon as they are received."""
+        for name in self._snapshots.held:
+            sent = self._sent(name)
+            if summary.step in sent:
+                sums = sent[summary.step].new_tensor(summary.sums)
+                self._totals.setdefault(name, {})[summary.step] = sums
+                if self._backup is not None and self._backup.holds(name) and self._complete(name):
+                    self._backup.complete(name)
+
+    def totals(self, name: SnapshotName) -> Mapping[int, Tensor]:
+        """Return the known sums over all ranks of steps whose own values a snapshot has."""
+        return self._totals.get(name, {})
+
     def commit_next(self) -> SnapshotName | None:
         """Commit the oldest snapshot that all ranks acknowledge; return its name, None without one.
 
@@ -81,6 +102,7 @@ class SnapshotCommits:
             held = self._snapshots.held
             self._backup.commit(name, held[held.index(name) :])
         self._snapshots.commit(name)
+        self._forget_totals()
         return name
 
     def wait(self) -> bool:
@@ -132,16 +154,24 @@ class SnapshotCommits:
     def discard(self) -> None:
         """Forget all snapshots, which are dropped, and all copies."""
         self._acknowledged.clear()
+        self._totals.clear()
         if self._backup is not None:
             self._backup.discard()
 
-    def leave_generation(self, start: SnapshotName) -> None:
-        """Forget all snapshots and copies, but of the one from which the next generation starts."""
+    def leave_generation(self, start: SnapshotName | None) -> None:
+        """Forget all snapshots and copies, but of the one from which the next generation starts.
+
+        Args:
+            start: its name; None: it starts from the durable state.
+        """
         self._reported.clear()
         self._acknowledged.clear()
+        self._totals = {name: sums for name, sums in self._totals.items() if name == start}
         if self._backup is not None:
             self._backup.leave_generation(start)
-            if not self._backup.holds(start):  # the step didn't end, or another rank sent it
+            if start is not None and not self._backup.holds(
+                start
+            ):  # the step didn't end, or another rank sent it
                 self._hold(self._backup, start, None)
 
     def enter_generation(self, generation: Generation) -> None:
@@ -168,4 +198,18 @@ class SnapshotCommits:
             holder=None if holder is None else group.generation.members[holder].id,
             whole=self.members(name),
             completed=self._snapshots.state(name)[POSITION]["number"],
+            complete=self._complete(name),
         )
+
+    def _sent(self, name: SnapshotName) -> Mapping[int, Tensor]:
+        """Return this rank's values of the steps before a held snapshot that weren't summed."""
+        sent: Mapping[int, Tensor] = self._snapshots.state(name)[POSITION]["sent"]
+        return sent
+
+    def _complete(self, name: SnapshotName) -> bool:
+        """Return whether this rank needs no other one's part of a held snapshot."""
+        return not self._divided() and self._sent(name).keys() <= self.totals(name).keys()
+
+    def _forget_totals(self) -> None:
+        held = self._snapshots.held
+        self._totals = {name: sums for name, sums in self._totals.items() if name in held}

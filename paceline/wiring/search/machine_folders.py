@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 from paceline.cluster.json_record import JsonRecord
-from paceline.cluster.membership.generation import Ancestor, Generation
+from paceline.cluster.membership.generation import Ancestor, Generation, Group
+from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.membership.voting.successor import is_in_lineage
 from paceline.comm.communicator import gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
@@ -97,20 +99,30 @@ class Candidate:
     paths: Mapping[int, Path] = field(default_factory=dict)
 
 
-def look_into(folder: Path, output: OutputConfig, identity: Mapping[str, object]) -> FolderRecord:
-    """Look into a machine's run folder; make it, and remove what a killed writer left half done.
+def first_of_machine(group: Group) -> bool:
+    """Return whether this rank is the first one of its machine, which looks into its folder."""
+    machines = [member.machine for member in group.generation.members]
+    return machines.index(group.machine) == group.rank
+
+
+def look_into(
+    folder: Path, output: OutputConfig, identity: Mapping[str, object], *, clean: bool = True
+) -> FolderRecord:
+    """Look into a machine's run folder; make it.
 
     Args:
         folder: the run's.
         output: says what to resume from.
         identity: flags that make it this run; another run's checkpoints are skipped.
+        clean: remove what a killed writer left half done; nothing is written there now.
 
     Raises:
         PacelineError: the folder can't be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(folder, output.keep_checkpoints)
-    checkpoints.clean()
+    if clean:
+        checkpoints.clean()
     paths, recorded = checkpoints.newest_first(), recorded_lineage(folder)
     notes: list[str] = []
     files, origin = _files(paths, identity, notes), Path(output.resume)
@@ -164,6 +176,38 @@ def candidates(
     Raises:
         CheckpointError: two lineages committed steps.
     """
+    found = _candidates(records, generation)
+    headers = {each.header: each for each in found if each.header is not None}
+    valid = newest_valid(headers, known_lineages(records))
+    void = [
+        f"{each.name}: a later generation started before its step {each.file.step:,}: it is void."
+        for header, each in headers.items()
+        if header not in valid
+    ]
+    return [headers[header] for header in valid], [*_notes(records, generation), *void]
+
+
+def candidate_of_step(
+    records: Mapping[int, FolderRecord], generation: Generation
+) -> Candidate | None:
+    """Return a checkpoint of the state from which a generation starts; None if there is none.
+
+    Args:
+        records: of each machine.
+        generation: names the machines, and has the lineage to which the checkpoint belongs.
+    """
+    for each in _candidates(records, generation):
+        file = each.file
+        ids = [ancestor.id for ancestor in file.lineage[-1:]]
+        if file.step == generation.start and all(
+            is_in_lineage(Held(generation=id, token="", step=file.step), generation) for id in ids
+        ):
+            return each
+    return None
+
+
+def _candidates(records: Mapping[int, FolderRecord], generation: Generation) -> Sequence[Candidate]:
+    """Return all checkpoints of the run, each with its file on each machine; rank 0's first."""
     first = generation.machine_of(0)
     found: dict[str, Candidate] = {}
     for machine in sorted(records, key=lambda machine: (machine != first, machine)):
@@ -177,14 +221,7 @@ def candidates(
                 known = Candidate(name=name, file=file, header=header)
             paths = {**known.paths, machine: Path(file.path)}
             found[file.contents] = replace(known, paths=paths)
-    headers = {each.header: each for each in found.values() if each.header is not None}
-    valid = newest_valid(headers, known_lineages(records))
-    void = [
-        f"{each.name}: a later generation started before its step {each.file.step:,}: it is void."
-        for header, each in headers.items()
-        if header not in valid
-    ]
-    return [headers[header] for header in valid], [*_notes(records, generation), *void]
+    return list(found.values())
 
 
 def known_lineages(records: Mapping[int, FolderRecord]) -> list[NumberedLineage]:

@@ -9,6 +9,7 @@ member that isn't in the next generation hands over what it alone has, and waits
     generation 2    members 0, 1 | 2    member 1 gets a copy of the start snapshot, without a part
 
 With `backups`, a member that isn't in the next generation is lost: its backup holder has its part.
+Where all copies of a part are lost, the others go back to the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import csv
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from paceline.models.zoo import build_model
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Successor
+from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
 from tests.harness.data.databases import write_minidb
@@ -95,6 +97,10 @@ class TrainerRollbacks:
             its part.
         restored: for each lost member, its own part of a start, and the copy that replaces it.
         apart: whether each machine has a run folder of its own, `folder_of`.
+        announced: given a checkpoint file, returns whether the members learn of it.
+        from_disk: for each generation but the first, whether it went on from a checkpoint or the
+            beginning.
+        recorded: the numbers of further generations that were recorded in run folders.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -106,12 +112,17 @@ class TrainerRollbacks:
     parked: Sequence[Collection[int]] = ()
     backups: BackupMembers | None = None
     apart: bool = False
+    announced: Callable[[Path], bool] = lambda path: True
+    from_disk: list[bool] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
     _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
     _snapshots: dict[int, StepSnapshots] = field(default_factory=dict)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
+    _durable: set[int] = field(default_factory=lambda: {0})  # steps of announced checkpoints
+    _writers: dict[int, CheckpointWriter | None] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -169,6 +180,7 @@ class TrainerRollbacks:
             sources = wiring.open_sources(config)
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
+            run.record_number = lambda group: self.recorded.add(group.generation.number)
             start = wiring.Start()
             run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
@@ -184,6 +196,7 @@ class TrainerRollbacks:
                 start,
                 next_generation=next_generation,
                 backup=backup,
+                announce=self._announce,
             )
             for part in (trainer.replica, trainer.train, trainer.test):
                 assert part is not None
@@ -198,6 +211,7 @@ class TrainerRollbacks:
                 batch=config.global_batch,
             )
             self._snapshots[c.rank] = trainer.steps._snapshots
+            self._writers[c.rank] = trainer.steps._writer
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
             with suppress(Parked):
                 trainer.run()
@@ -236,6 +250,8 @@ class TrainerRollbacks:
         It starts from the newest snapshot that all of them hold, with all parts.
         """
         own, member = self._snapshots[c.rank].commits, f"start-{c.rank}"
+        if (writer := self._writers[c.rank]) is not None:
+            writer.wait()
         backups.records[member].promise()
         meet(c)
         lost = {f"start-{rank}" for rank in self._parked(number)}
@@ -244,24 +260,31 @@ class TrainerRollbacks:
             (
                 name
                 for name in set.intersection(*(set(one) for one in held))
-                if not missing_parts(held[0][name].whole, [one[name].parts for one in held])
+                if any(one[name].complete for one in held)
+                or not missing_parts(held[0][name].whole, [one[name].parts for one in held])
             ),
             key=lambda name: name.step,
+            default=None,
         )
-        parts = own.backup_parts(start, lost)
         with self._lock:
-            for each in sorted(own.held_parts(start) & lost - {member}):
-                rank = int(each.removeprefix("start-"))
-                (copied,) = own.backup_parts(start, [each])
-                self.restored.append((self._snapshots[rank].commits.own_part(start), copied))
+            for rank in self._parked(number) if start and member not in lost else ():
+                for copied in own.backup_parts(start, [f"start-{rank}"]):
+                    self.restored.append((self._snapshots[rank].commits.own_part(start), copied))
         if c.rank == 0:
-            self.starts.append(start.step)
+            self.starts.append(max(self._durable) if start is None else start.step)
+            self.from_disk.append(start is None)
         meet(c)
         if member in lost:
             backups.lost.add(member)
+            if number < len(self.moments):
+                self._recover(c, backups, number + 1)  # the other ranks meet this one there
             raise Parked
         backups.records[member].promised = False
-        return Successor(group=self._group(c, number), start=start, parts=parts)
+        return Successor(group=self._group(c, number), start=start)
+
+    def _announce(self, checkpoint: Checkpoint, path: Path) -> None:
+        if self.announced(path):
+            self._durable.add(checkpoint.step)
 
     def _present(self, number: int) -> list[int]:
         """Return the members that are in a generation."""

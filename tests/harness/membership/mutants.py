@@ -255,7 +255,6 @@ MUTANTS: dict[str, Mutant] = {
         faults=Faults(finds_checkpoints=True),
         patches=((proposer, "free_value", _from_the_beginning),),
     ),
-    "asking the acceptors alone": Mutant(breaks=_STUCK, faults=Faults(asks_acceptors_only=True)),
     "a witness that is silent on lower generations": Mutant(
         breaks=_STUCK, patches=((witness_rules, "answer", _silent_on_lower_ones),)
     ),

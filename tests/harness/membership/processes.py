@@ -24,7 +24,6 @@ class Faults:
     void_from_start: bool = False
     parent_only: bool = False
     finds_checkpoints: bool = False
-    asks_acceptors_only: bool = False
 
 
 @dataclass(eq=False, kw_only=True)

@@ -141,7 +141,7 @@ class Participant:
 
     def train(self) -> None:
         """Train from the first generation, until the member ends."""
-        self.link.begin(self.run)
+        self.link.begin(self.run, self._run.folder)
         self.trainer.steps.record_start(
             None, model="single", device="cpu", samples=96, steps=8, epochs=1000, batch=12
         )
@@ -154,7 +154,7 @@ class Participant:
         self.link._generation = successor.group.generation
         steps.leave_generation(CommError("joins the run."))
         steps._enter(successor)
-        self.link.begin(self.run)
+        self.link.begin(self.run, self._run.folder)
         self.trainer._run_epochs()
 
     def close(self) -> None:

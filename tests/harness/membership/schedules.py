@@ -12,6 +12,7 @@ there must be one, which trains on.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 from paceline.cluster.membership.generation import Generation
@@ -32,16 +33,19 @@ _EVENTS = 220
 _NO_FAULTS = Faults()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What happened in a schedule, for statistics."""
+    """What happened in a schedule.
 
-    generations: int = 0
-    committed: int = 0
-    durable: int = 0
-    joiners: int = 0
-    promised: bool = False
-    kills: int = 0
+    Attributes:
+        happened: how often, by name.
+        generations: how many were decided after the first.
+        promised: whether the text promised a successor at the end.
+    """
+
+    happened: Counter[str]
+    generations: int
+    promised: bool
 
 
 class Schedule:
@@ -168,6 +172,7 @@ class Schedule:
                     suspected.add(member.id)
             elif rng.random() < self.false:
                 suspected.add(member.id)
+                world.happened["false suspicions"] += 1
         leavers = frozenset(
             member.id for member in worker.generation.members if rng.random() < self.leaves
         )
@@ -175,6 +180,7 @@ class Schedule:
         known = worker.machine.record.has_promised(worker.generation)
         if suspected or leavers or joiners or known:
             view = View(suspected=frozenset(suspected), leavers=leavers, joiners=joiners)
+            world.happened["planned changes"] += not suspected and bool(leavers or joiners)
             world.propose(worker, view)
 
     def _joiners(self, generation: Generation) -> tuple[Joiner, ...]:
@@ -220,6 +226,7 @@ class Schedule:
     def _pause(self) -> None:
         worker = self._any_worker()
         worker.paused = not worker.paused
+        self.world.happened["pauses"] += worker.paused
 
     def _cut(self) -> None:
         world, rng = self.world, self.rng
@@ -229,6 +236,7 @@ class Schedule:
         else:
             world.cut = frozenset(number for number in world.machines if rng.random() < 0.5)
             world.cut_witness = rng.random() < 0.5
+            world.happened["partitions"] += 0 < len(world.cut) < len(world.machines)
 
     def _join(self) -> None:
         world, donor = self.world, self._any_worker()
@@ -254,17 +262,17 @@ class Schedule:
         if promised and not trains:
             raise Violation("no successor, though a quorum is alive")
         world.oracle.check_ledger()
-        oracle = world.oracle
-        return Outcome(
-            generations=len(oracle.successors),
-            committed=sum(len(steps) for steps in oracle.committed.values()),
-            promised=promised,
-            durable=sum(not v.start_token and v.start > 0 for v in oracle.successors.values()),
-            joiners=sum(
-                any(m.id.startswith("j") for m in v.members) for v in oracle.successors.values()
-            ),
-            kills=sum(not worker.alive for worker in world.workers),
+        oracle, happened = world.oracle, world.happened
+        successors = oracle.successors.values()
+        happened["committed snapshots"] += sum(map(len, oracle.committed.values()))
+        happened["durable starts"] += sum(
+            not one.start_token and one.start > 0 for one in successors
         )
+        joined = (member for one in successors for member in one.members)
+        happened["joiners"] += len({member.id for member in joined if member.id.startswith("j")})
+        happened["generations"] += len(successors)
+        happened["chains of three generations"] += len(successors) >= 3
+        return Outcome(happened=happened, generations=len(successors), promised=promised)
 
 
 def run_schedule(seed: int, faults: Faults = _NO_FAULTS) -> Outcome:

@@ -6,6 +6,7 @@ The processes decide by the rules of `paceline.cluster.membership.voting`.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 from paceline.cluster.membership.generation import Generation
@@ -57,6 +58,7 @@ class World:
         self.nonce = "nonce" if witness else ""
         self.witness_record: WitnessRecord | None = None
         self.flight: list[Message] = []
+        self.happened = Counter[str]()
         self.joiners: dict[str, list[tuple[Worker, Joiner]]] = {}
         self._count = 0
         self.first = first_generation(*shape, token=self._token(), witness=self.nonce)
@@ -110,7 +112,7 @@ class World:
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
         names = acceptors_of(about)
-        if isinstance(request, Prepare) and not self.faults.asks_acceptors_only:
+        if isinstance(request, Prepare):
             others = (machine.name for machine in self.machines.values())
             names += tuple(name for name in others if name not in names)
         self.flight += [Message(worker, to, request, about) for to in names]
@@ -118,13 +120,17 @@ class World:
     def deliver(self, index: int) -> None:
         """Deliver, lose or duplicate a message."""
         flight = self.flight
+        self.happened["reordered messages"] += index > 0
         flight[index], flight[-1] = flight[-1], flight[index]
         message = flight[-1]
         chance = self.rng.random()
         if chance >= self.duplication:
             flight.pop()
             if chance > 1 - self.loss:
+                self.happened["lost messages"] += 1
                 return
+        else:
+            self.happened["duplicated messages"] += 1
         if message.to == "":
             self._take_answer(message)
         elif message.to == WITNESS:
@@ -248,14 +254,17 @@ class World:
     # Failures
 
     def kill(self, worker: Worker) -> None:
+        self.happened["killed workers"] += worker.alive
         worker.alive = False
         self._forget(worker.machine)
 
     def kill_supervisor(self, machine: Machine) -> None:
+        self.happened["killed supervisors"] += machine.supervisor
         machine.supervisor = False
         self._forget(machine)
 
     def kill_machine(self, machine: Machine) -> None:
+        self.happened["killed machines"] += machine.alive
         machine.supervisor = False
         for worker in machine.workers:
             worker.alive = False
@@ -269,6 +278,7 @@ class World:
     def lose_witness(self) -> None:
         """The witness loses its record; what replaces it has another nonce."""
         self._count += 1
+        self.happened["lost witnesses"] += 1
         self.nonce, self.witness_record = f"nonce {self._count}", None
 
     def connected(self, one: Machine, other: Machine) -> bool:

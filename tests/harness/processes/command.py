@@ -77,7 +77,8 @@ class Running:
 
     def kill_all(self) -> None:
         """Kill the process and all that it started, at once."""
-        kill(psutil.Process(self._process.pid), *self.family())
+        with suppress(psutil.NoSuchProcess):  # it has ended, and something holds its output open
+            kill(psutil.Process(self._process.pid), *self.family())
 
     def line_with(self, words: str) -> str:
         """Read up to a line that contains `words`; return that line."""
@@ -100,9 +101,11 @@ class Running:
         return Result(self._process.returncode, _text(text))
 
     def end(self) -> None:
-        """Kill the process, where it still runs."""
+        """Kill the process, where it still runs, and close its output."""
         self._process.kill()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def _text(read: bytes) -> str:

@@ -26,11 +26,12 @@ from tests.harness.processes.run_folders import events, wait_until, wait_until_s
 
 WORKERS = 3
 FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
+EPOCH_SIZE, BATCH = 70, 12  # samples
 LIMIT = 90.0
 _WORDS = (
-    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
+    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
-    *("--batch_size", "12", "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
+    *("--batch_size", str(BATCH), "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
     *("--model", f"{__name__}:observed", "--run_id", "r", "--decode_threads", "1"),
 )
 
@@ -107,9 +108,20 @@ class FaultRun:
             self.pids[worker.local_rank] = process.pid
         assert sorted(self.pids) == list(range(self.count))
 
+    def reach_checkpoint(self) -> None:
+        """Wait until rank 0 has recorded a checkpoint."""
+
+        def recorded() -> bool:
+            return any(event["event"] == "checkpoint" for event in events(self.run_folder, 0))
+
+        wait_until(recorded, LIMIT)
+
     def kill(self, *local_ranks: int) -> None:
-        """Kill workers at once."""
-        for victim in [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]:
+        """Kill workers at once: none of them makes a step after the loss of another."""
+        victims = [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]
+        for victim in victims:
+            victim.suspend()
+        for victim in victims:
             victim.kill()
 
     def kill_supervisor(self) -> None:

@@ -196,13 +196,24 @@ def at_most(seconds: float) -> Iterator[None]:
 class _Exits:
     """Supervisor's endpoint that writes into a file what it reports."""
 
-    def __init__(self, path: Path, run: FormedRun) -> None:
-        self._path, self._members = path, [member.id for member in run.generation.members]
+    def __init__(self, path: Path, run: FormedRun, end: object) -> None:
+        self._path, self._generation = path, run.generation
+        self._members = [member.id for member in run.generation.members]
+
+    def name_of(self, member: str) -> str:
+        return self._generation.describe(self._members.index(member))
 
     def exited(self, end: WorkerExit) -> None:
         assert end.member in self._members
         with self._path.open("a") as file:
             file.write(f"{end.local_rank} {'failed' if end.failed else 'well'}: {end.text}\n")
+
+    def end_run(self, failure: FailureReport) -> None:
+        with self._path.open("a") as file:
+            file.write(f"run ends: {failure.text}\n")
+
+    def await_change(self, limit: float) -> None:
+        pass
 
     def close(self) -> None:
         with self._path.open("a") as file:

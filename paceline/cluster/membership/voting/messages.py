@@ -46,6 +46,7 @@ class Held:
         parts: the ids of the members of which it has the own part here: its holder, and those for
             which that is the backup holder.
         members: the number of members that have a part in it.
+        complete: whether its holder needs no other member's part.
         durable: whether it is a checkpoint that the member can read from a disk, alone and whole,
             and not a copy in memory; its parts aren't listed.
     """
@@ -55,6 +56,7 @@ class Held:
     step: int
     parts: tuple[str, ...] = ()
     members: int = 0
+    complete: bool = False
     durable: bool = False
 
 

@@ -109,8 +109,8 @@ def free_value(
 
     It contains every member whose machine has promised and that isn't suspected, leavers excepted.
     It continues from the newest snapshot that they all hold and of which every part is held by one
-    of them; where there is none, or a newer durable one, from the newest durable state that one of
-    them can read (`Generation.start_token` is "").
+    of them, or one needs no other part. Where there is none, or a newer durable one, it continues
+    from the newest durable state that one of them can read (`Generation.start_token` is "").
 
     Joiners that hold its start are in it. They are at most as many as the other members, and the
     machines of these decide without them: the loss of all joiners doesn't stop the run.
@@ -170,13 +170,14 @@ def _start(
 
 def _name(held: Held) -> Held:
     """Return what is equal in all members' copies of a snapshot."""
-    return replace(held, parts=())
+    return replace(held, parts=(), complete=False)
 
 
 def _is_start(name: Held, copies: Mapping[str, Held], ids: Collection[str]) -> bool:
     """Return whether members continue from a snapshot, given the copies that they hold."""
     parts = {part for copy in copies.values() for part in copy.parts}
-    return name.durable or (copies.keys() == set(ids) and len(parts) == name.members)
+    whole = len(parts) == name.members or any(copy.complete for copy in copies.values())
+    return name.durable or (copies.keys() == set(ids) and whole)
 
 
 def _with_joiners(value: Generation, joiners: Collection[Joiner], start: Held) -> Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from paceline.cluster.membership.lease import BEAT_S
+from paceline.cluster.membership.leases.lease import BEAT_S
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 
 _CLOSE_S = 2.0

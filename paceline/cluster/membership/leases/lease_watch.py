@@ -6,7 +6,7 @@ import time
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.lease import Verdict, judge
+from paceline.cluster.membership.leases.lease import Verdict, judge
 from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.cluster.stores.store_spec import peek

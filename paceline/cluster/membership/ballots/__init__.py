@@ -1,0 +1,1 @@
+"""A member's ballots on the next generation, and its links to the acceptors."""

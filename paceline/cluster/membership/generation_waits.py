@@ -1,0 +1,138 @@
+"""What the thread that trains and the control line's thread share: waits, which end in a decision.
+
+thread that trains                          control line's thread
+waits for peers, or in the store      ◀──   interrupt: the generation can't continue
+next: waits for the decision          ◀──   decide: the next generation, or fail: none
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.control_store import ControlStore, ControlStores
+from paceline.cluster.membership.generation import Generation, Member
+from paceline.errors import CommError, PeerLost
+
+
+class OutsideWorld(PeerLost):
+    """Error of a member that is in no further generation.
+
+    Attributes:
+        expelled: whether the others continue without it, so that it must write nothing; else there
+            is no quorum, or no state to continue from.
+    """
+
+    expelled = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Change of the generation, with what it took.
+
+    Attributes:
+        generation: the next generation.
+        lost: the members that aren't in it.
+        left: whether one of them ended well, while the others still needed it.
+        causes: why each of them was lost, a sentence without its stop; "" where this member has no
+            evidence of it.
+        detected_at: when the first suspicion or report came, by the monotonic clock.
+        decided_at: when the outcome was known here.
+    """
+
+    generation: Generation
+    lost: tuple[Member, ...]
+    left: bool
+    causes: tuple[str, ...]
+    detected_at: float
+    decided_at: float
+
+
+class GenerationWaits:
+    """Waits of the thread that trains, by generation; used from any thread.
+
+    Args:
+        stores: the open stores of the control line.
+    """
+
+    def __init__(self, stores: ControlStores) -> None:
+        self._stores = stores
+        self._changed = threading.Condition()  # guards all that follows
+        self._changes: dict[str, Change] = {}  # by the id of the generation that ended
+        self._failure: CommError | None = None
+        self._interrupts: dict[str, Callable[[], None]] = {}
+        self._interrupted: set[str] = set()
+        self._store: tuple[str, ControlStore] | None = None
+
+    def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
+        """Let `interrupt` end the waits of a generation, at once where it can't continue."""
+        with self._changed:
+            self._interrupts = {generation.id: interrupt}
+            known = generation.id in self._interrupted
+        if known:
+            interrupt()
+
+    def store_of(self, generation: Generation, open: Callable[[], ControlStore]) -> Store:
+        """Return a generation's store, which serves until the generation ends."""
+        with self._changed:
+            if self._store is None or self._store[0] != generation.id:
+                store = open()
+                self._remove_store()
+                self._store = generation.id, store
+                self._stores.add(store)
+                if generation.id in self._interrupted:
+                    store.close()
+            return self._store[1]
+
+    def interrupt(self, generation: Generation) -> None:
+        """End all waits of a generation, once."""
+        with self._changed:
+            if generation.id in self._interrupted:
+                return
+            self._interrupted.add(generation.id)
+            interrupt = self._interrupts.get(generation.id)
+            store = self._store
+        if interrupt is not None:
+            interrupt()
+        if store is not None and store[0] == generation.id:
+            store[1].close()
+
+    def decide(self, ended: Generation, change: Change) -> None:
+        """End the wait for the generation after `ended`."""
+        with self._changed:
+            self._changes[ended.id] = change
+            self._changed.notify_all()
+
+    def fail(self, error: CommError) -> None:
+        """End the wait for the next generation, whichever it is, with an error."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def next(self, present: Generation, limit: float) -> Change | None:
+        """Wait for the change that ends a generation; return None after `limit` seconds.
+
+        Raises:
+            CommError: no decision is possible.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or present.id in self._changes, limit
+            )
+            if self._failure is not None:
+                raise self._failure
+            return self._changes.pop(present.id, None)
+
+    def close(self) -> None:
+        """Close the store."""
+        with self._changed:
+            self._remove_store()
+
+    def _remove_store(self) -> None:
+        if self._store is not None:
+            self._stores.remove(self._store[1])
+            self._store = None

@@ -1,0 +1,150 @@
+"""What a member knows of the others of its generation, and whom it suspects for it.
+
+    heartbeats, connections' ends, reports of exits, progress, timeouts ── judge ──▶ suspicions
+
+All of it is used on the control line's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from paceline.cluster.membership.evidence import (
+    EvidenceOptions,
+    MemberEvidence,
+    Observer,
+    Suspicion,
+    judge,
+)
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.voting.successor import View
+
+TIMED_OUT_S = 2.0
+"""Seconds after a timeout in which the members that wait for the same member report theirs."""
+
+
+class MemberWatch:
+    """Watch on the members of the newest generation, from `begin` on.
+
+    Args:
+        member: the id of the member that watches.
+        options: limits of silence.
+
+    Attributes:
+        suspicions: by the members' ids; no suspicion is withdrawn.
+        leavers: the ids of members that have reported that they end well.
+    """
+
+    def __init__(self, member: str, options: EvidenceOptions) -> None:
+        self._member, self._options = member, options
+        self._evidence: dict[str, MemberEvidence] = {}
+        self._observer = Observer.starting(member, time.monotonic())
+        self._left: set[str] = set()
+        self._timed_out_at: float | None = None  # when the first member reported a timeout
+        self.suspicions: dict[str, Suspicion] = {}
+        self.leavers: set[str] = set()
+
+    @property
+    def watched(self) -> list[str]:
+        """The ids of the generation's members."""
+        return list(self._evidence)
+
+    @property
+    def view(self) -> View:
+        """What this member brings into a vote."""
+        return View(suspected=frozenset(self.suspicions), leavers=frozenset(self.leavers))
+
+    def cause_of(self, member: str) -> str:
+        """Return why a member is suspected, a sentence without its stop; "" if it isn't."""
+        suspicion = self.suspicions.get(member)
+        return "" if suspicion is None else suspicion.reason
+
+    def begin(self, generation: Generation, connected: Set[str]) -> None:
+        """Watch the members of the first generation.
+
+        Args:
+            generation: the generation.
+            connected: the names of the connected peers.
+        """
+        self._observer = Observer.starting(self._member, time.monotonic())
+        self.enter(generation, connected)
+
+    def enter(self, generation: Generation, connected: Set[str]) -> None:
+        """Watch the members of the next generation; what is known of them is retained."""
+        now, before = time.monotonic(), self._evidence
+        self._evidence = {}
+        for rank, member in enumerate(generation.members):
+            known = before.get(member.id) or MemberEvidence(
+                name=generation.describe(rank),
+                last_beat=now,
+                step=0,
+                progress_at=now,
+                closed_at=None if member.id in {*connected, self._member} else now,
+            )
+            self._evidence[member.id] = replace(
+                known, name=generation.describe(rank), step=0, progress_at=now, timed_out=()
+            )
+        self.suspicions = {
+            member: each for member, each in self.suspicions.items() if member in self._evidence
+        }
+        self._left.clear()
+        self._timed_out_at = None
+
+    def opened(self, member: str) -> None:
+        """Note that a member is connected."""
+        self._note(member, closed_at=None, last_beat=time.monotonic())
+
+    def closed(self, member: str) -> None:
+        """Note that a member's connections ended."""
+        self._note(member, closed_at=time.monotonic())
+
+    def exited(self, member: str, how: str) -> None:
+        """Note its supervisor's report of a member's end."""
+        self._note(member, exited=how)
+
+    def progressed(self, member: str, step: int) -> None:
+        """Note in which step a member is."""
+        known = self._evidence.get(member)
+        if known is not None and known.step != step:
+            self._note(member, step=step, progress_at=time.monotonic())
+
+    def left(self, member: str, *, timed_out: bool) -> bool:
+        """Note that a member has left the generation; return whether it is the first to time out.
+
+        Args:
+            member: the member's id.
+            timed_out: whether it waited for another one in vain.
+        """
+        self._left.add(member)
+        if not timed_out or self._timed_out_at is not None:
+            return False
+        self._timed_out_at = time.monotonic()
+        return True
+
+    def judge(self, silences: Mapping[str, float]) -> bool:
+        """Judge the evidence; return whether a further member is suspected.
+
+        Args:
+            silences: for each connected peer, the seconds since its last heartbeat.
+        """
+        now = time.monotonic()
+        for member in self._evidence.keys() & silences.keys():
+            beat = now - silences[member]
+            self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
+        self._note(self._member, last_beat=now)
+        if self._timed_out_at is not None and now >= self._timed_out_at + TIMED_OUT_S:
+            for member in self._evidence:  # those that were interrupted in a wait have left, too
+                self._note(member, timed_out=tuple(sorted(self._left - {member})))
+        self._observer = self._observer.at(now)
+        judged = judge(now, self._evidence, self._options, self._observer)
+        present = {one: each for one, each in judged.items() if one not in self.leavers}
+        new = present.keys() - self.suspicions.keys()
+        self.suspicions.update({member: present[member] for member in new})
+        return bool(new)
+
+    def _note(self, member: str, **fields: Any) -> None:
+        if member in self._evidence:
+            self._evidence[member] = replace(self._evidence[member], **fields)

@@ -1,0 +1,128 @@
+"""Going back to the durable state in mid-run: to a checkpoint, or to the run's beginning.
+
+    decided       a generation that starts from the durable state of step 12
+    gathered      machine 0: steps 8, 12    machine 1: step 12     machine 2: none
+    restored      step 12 of machine 0, which sends it to machine 2
+
+The step is a part of the decision, so that a file that was written meanwhile changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.communicator import broadcast_state, gather_bytes
+from paceline.config.run import OutputConfig
+from paceline.errors import CheckpointError, many
+from paceline.replica.averaged_replica import AveragedReplica
+from paceline.replica.replica import Replica
+from paceline.run.durable_state import Restored
+from paceline.run.position import Position
+from paceline.run.run import Run
+from paceline.wiring.resume import Start
+from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
+from paceline.wiring.search.machine_folders import (
+    candidate_of_step,
+    first_of_machine,
+    gather_records,
+    look_into,
+)
+
+_REMEDY = (
+    "Start the same command again: it resumes the run from its newest checkpoint, if there is one."
+)
+
+
+class DurableStart:
+    """Start of a generation from the durable state; restores it on all ranks.
+
+    Args:
+        run: the run, whose present generation starts there.
+        folder: the run's, on this machine.
+        output: says which checkpoints are looked for.
+        identity: flags that make it this run; another run's checkpoints are skipped.
+        device: where tensors of collectives live.
+        restore: restores model, optimizer and tracked objects from a checkpoint's entries.
+        replicas: returns the replica of each pair of a model and an optimizer.
+        report: records a sentence for the user, and shows it on rank 0.
+        beginning: makes the entries of the run's beginning, on rank 0; None: they can't be had any
+            more.
+        refusal: says why this run can't go back from one position to another; "" if it can.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        output: OutputConfig,
+        identity: Mapping[str, object],
+        device: torch.device,
+        *,
+        restore: Callable[[Mapping[str, Any]], None],
+        replicas: Callable[[], Sequence[Replica | AveragedReplica]],
+        report: Callable[[str], object],
+        beginning: Callable[[], Mapping[str, Any]] | None = None,
+        refusal: Callable[[Position, Position], str] = lambda reached, back: "",
+    ) -> None:
+        self._run, self._folder, self._device = run, folder, device
+        self._output, self._identity = output, identity
+        self._restore, self._replicas, self._report = restore, replicas, report
+        self._beginning, self._refusal = beginning, refusal
+        self._start = Start()
+
+    def restore(self, reached: Position) -> Restored:
+        """Restore model, optimizer and tracked objects; as `DurableState.restore`."""
+        state, name = self._read()
+        start = Start(state=state)
+        refusal = self._refusal(reached, start.position)
+        try:
+            if not refusal:
+                self._restore(state)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            refusal = f"{name} doesn't fit the model and optimizer any more ({error})"
+        what = "the restoring of a checkpoint"
+        refusals = gather_bytes(
+            self._run.context.communicator, refusal.encode(), self._device, what
+        )
+        if any(refusals):
+            reason = next(filter(None, refusals)).decode()
+            raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
+        self._start = start
+        return Restored(position=start.position, name=name)
+
+    def restore_exchange(self) -> None:
+        """Restore what ranks have besides; as `DurableState.restore_exchange`."""
+        start, self._start = self._start, Start()
+        for pair, replica in enumerate(self._replicas()):
+            for note in start.restore_exchange(replica, pair):
+                self._report(note)
+
+    def report(self, sentence: str) -> None:
+        """Record a sentence for the user, and show it on rank 0."""
+        self._report(sentence)
+
+    def _read(self) -> tuple[Mapping[str, Any], str]:
+        """Return the durable state, and its name for messages; collective."""
+        group = self._run.context.group
+        own = None
+        if first_of_machine(group):
+            own = look_into(self._folder, self._output, self._identity, clean=False)
+        records = gather_records(self._run, self._device, own)
+        found = candidate_of_step(records, group.generation)
+        if found is not None:
+            path = found.paths.get(group.machine)
+            state = fetch_checkpoint(self._run, self._device, path, found.file.size)
+            return state, found.name
+        if group.generation.start or self._beginning is None:
+            steps = many(group.generation.start, "step")
+            reason = f"none of them can read the state after {steps}"
+            if not group.generation.start:
+                reason = "it has no checkpoint yet"
+            raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
+        beginning = self._beginning() if group.rank == 0 else None
+        communicator, what = self._run.context.communicator, "the broadcast of the run's beginning"
+        return broadcast_state(communicator, beginning, self._device, what), "the run's beginning"
