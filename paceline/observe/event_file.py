@@ -13,6 +13,9 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
                 optimizer's step trains several batches, each counts as a step, and a start names
                 the last one of them; `restore` has the number of completed steps
     restore     generation g resumes before step s: its ancestors' lines from step s on are void
+    recovery    generation g is entered: what that took, in seconds (`change_account.py`), and when
+                this member detected the loss, by the machine's monotonic clock
+    replay      generation g has trained again what the loss undid: step s, which was lost, begins
     step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
                 has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch
     buckets     the parameters of each bucket, as they are exchanged from here on
@@ -48,6 +51,11 @@ FIELDS = {
         *("batch", "model", "device", "id", "start", "ancestors"),
     ),
     "restore": ("generation", "step", "origin"),
+    "recovery": (
+        *("generation", "detected_at", "interrupt", "decide", "restore", "form"),
+        *("steps", "interval"),
+    ),
+    "replay": ("generation", "step", "steps", "resume", "replay"),
     "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),
     "loss": ("generation", "step", "loss"),
     "speeds": ("generation", "step", "milliseconds", "slowest", "first", "shares"),

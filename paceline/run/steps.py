@@ -31,6 +31,7 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
+from paceline.observe.change_account import ChangeAccount
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
@@ -64,11 +65,14 @@ class Successor:
             from the durable state.
         parts: for members that aren't in it, what the snapshot has of each alone; each of them is
             given to one rank.
+        detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
+            training thread.
     """
 
     group: Group
     start: SnapshotName | None
     parts: Sequence[OwnPart] = ()
+    detected_at: float | None = None
 
 
 NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
@@ -122,6 +126,7 @@ class Steps:
         self._snapshots, self._next_generation = snapshots, next_generation
         self._durable = durable
         self.went_back = False
+        self._changes = ChangeAccount()
         self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
@@ -226,6 +231,7 @@ class Steps:
         """
         if not self.survives:
             raise error
+        self._changes.lose(self.position.number)
         self._replica.leave_generation()
         self.run.context.abort()
         _clear_frames(error)
@@ -245,7 +251,9 @@ class Steps:
         assert self._next_generation is not None
         reached = replace(self.position)
         while True:
+            self._changes.leave()
             successor = self._next_generation(error, self._snapshots.held)
+            self._changes.decide(successor.detected_at)
             try:
                 if successor.start is None:
                     self._enter_from_disk(successor.group, reached)
@@ -264,6 +272,7 @@ class Steps:
         parts = [own, *parts, *commits.backup_parts(start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self._changes.restore(self.position.number, self._snapshots.interval)
         self.went_back = True
         commits.enter_generation(group.generation)
         self.run.enter(group)
@@ -292,6 +301,7 @@ class Steps:
             setattr(self.position, field_name, value)
         self.position.sums = self.position.sums or [0.0] * self._value_count
         self._snapshots.continue_from(self.position.snapshot_interval)
+        self._changes.restore(self.position.number, self._snapshots.interval)
         self.went_back = True
         self._replica.enter_generation(None)
         durable.restore_exchange()
@@ -306,6 +316,8 @@ class Steps:
     def _record_restart(self) -> None:
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
+        took = asdict(self._changes.enter())
+        self.run.recorder.event("recovery", generation=self.generation, **took)
 
     def _end_without_server(self) -> None:
         """Save what all ranks have gone back to, and end, where the server of merges is lost."""
@@ -333,6 +345,7 @@ class Steps:
             CheckpointError: a checkpoint couldn't be written.
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
+        self._begin_step(number)
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
@@ -386,6 +399,13 @@ class Steps:
             check_interval=check_interval,
             times=times,
         )
+
+    def _begin_step(self, number: int) -> None:
+        replayed = self._changes.begin_step(number)
+        if replayed is not None:
+            self.run.recorder.event(
+                "replay", generation=self.generation, step=number, **asdict(replayed)
+            )
 
     @contextmanager
     def continue_step(self, batch: BatchSlice) -> Iterator[None]:
@@ -607,6 +627,8 @@ class Steps:
 
 def _clear_frames(error: BaseException | None) -> None:
     """Release what the frames of an error and of its causes have of a generation's memory."""
-    while error is not None:
+    if error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        _clear_frames(error.__cause__)
+        if error.__context__ is not error.__cause__:  # an error may have both, and others
+            _clear_frames(error.__context__)

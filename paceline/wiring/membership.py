@@ -247,10 +247,10 @@ class MemberLink:
                 f"{generation.number}, decided after {waited:.2f} s."
             )
         if durable:
-            return Successor(group=group, start=None)
+            return Successor(group=group, start=None, detected_at=change.detected_at)
         token, _, step = generation.start_token.rpartition(":")
         start_name = SnapshotName(token, int(step))
-        return Successor(group=group, start=start_name)
+        return Successor(group=group, start=start_name, detected_at=change.detected_at)
 
     def announce(self, checkpoint: Checkpoint, path: Path) -> None:
         """Report to all members that a checkpoint is on this machine's disk; from any thread."""

@@ -74,9 +74,19 @@ class MachineAcceptor:
         return self._seen[1]
 
     def _update(self, change: Callable[[MachineRecord], tuple[MachineRecord, _T]]) -> _T:
-        def changed(text: str) -> tuple[str, _T]:
-            before = MachineRecord.read(text)
-            after, result = change(before)
-            return (text if after is before else after.to_text()), result
+        version, after = -1, MachineRecord()
 
-        return self._record.update(changed)
+        def changed(text: str) -> tuple[str, _T]:
+            nonlocal version, after
+            version = self._record.version
+            before = self._seen[1] if self._seen[0] == version else MachineRecord.read(text)
+            after, result = change(before)
+            if after is before:
+                return text, result
+            new = after.to_text()
+            version += new != text  # an equal one isn't written
+            return new, result
+
+        result = self._record.update(changed)
+        self._seen = version, after
+        return result

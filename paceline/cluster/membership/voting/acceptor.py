@@ -132,8 +132,11 @@ def acknowledge(
     record = record.in_generation(generation)
     if record.has_promised(generation):
         return record, False
+    holdings = Holdings(member=member, held=held)
+    if holdings in record.holdings:
+        return record, True
     others = tuple(one for one in record.holdings if one.member != member)
-    return replace(record, holdings=(*others, Holdings(member=member, held=held))), True
+    return replace(record, holdings=(*others, holdings)), True
 
 
 def learn(record: MachineRecord, generation: Generation, value: Generation) -> MachineRecord:

@@ -1,0 +1,152 @@
+"""What the membership costs where nothing fails: its share of a step, added up from its parts.
+
+    python benchmarks/membership.py [--quick] [--sync allreduce notified sharded] [--workers 2]
+
+ResNet-20 with 64 images of 32 x 32 in a step, under `paceline launch`. The parts are
+
+    acknowledge   in the training thread: acknowledgements and commits of snapshots, and the part
+                  for the backup holder, which is handed over
+    backup        of the thread that sends that part
+    line          of the control line's thread: frames, reports of progress, judgments
+    beats         of the thread that sends and receives heartbeats
+
+All are processor time. The share is their sum divided by the time of the steps: an upper bound,
+because only the first part is the training thread's. Each worker measures itself; a line of the
+table is of the worker with the largest share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from table import print_table
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.models.zoo import build_model
+from paceline.run.backup.snapshot_commits import SnapshotCommits
+
+METHODS: dict[str, dict[str, Any]] = {
+    "allreduce": {"sync": "allreduce"},
+    "notified": {"sync": "notified"},
+    "sharded": {"sync": "notified", "update": "sharded"},
+}
+THREADS = {"paceline-backup": "backup", "control line": "line", "control beats": "beats"}
+CALLS = ("report", "receive", "commit_next", "wait")  # of the training thread
+PARTS = ("acknowledge", *THREADS.values())
+TITLES = ["sync", "steps", "step, ms", *(f"{part}, µs" for part in PARTS), "share, %"]
+WIDTHS = [10, 8, 10, 18, 12, 12, 12, 10]
+BATCH, SIZE, LABELS, WARM = 64, 32, 10, 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = partial(parser.add_argument, help="default: %(default)s")
+    add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")
+    add("--model", default="resnet20")
+    add("--steps", type=int, default=300)
+    add("--workers", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(**json.loads(options.worker))
+        return
+    steps = 40 if options.quick else options.steps
+    lines = [TITLES, *(_measure(sync, steps, options) for sync in options.sync)]
+    print_table(lines, WIDTHS, markdown=options.markdown)
+
+
+def _measure(sync: str, steps: int, options: argparse.Namespace) -> list[str]:
+    """Train with a method; return its line of the table, of the worker with the largest share."""
+    with TemporaryDirectory() as folder:
+        words = {"sync": sync, "steps": steps, "model": options.model, "folder": folder}
+        command = [
+            *(sys.executable, "-m", "paceline.cli.main", "launch", "-n", str(options.workers)),
+            *("--", sys.executable, __file__, "--worker", json.dumps(words)),
+        ]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert len(found) == options.workers, out
+    worst = max(found, key=lambda one: sum(one[part] for part in PARTS) / one["seconds"])
+    numbers = [f"{1e6 * worst[part] / steps:.0f}" for part in PARTS]
+    share = sum(worst[part] for part in PARTS) / worst["seconds"]
+    step = 1000 * worst["seconds"] / steps
+    return [sync, str(steps), f"{step:.1f}", *numbers, f"{100 * share:.3f}"]
+
+
+def work(sync: str, steps: int, model: str, folder: str) -> None:
+    """Train as a worker; print what the parts took in the measured steps."""
+    torch.set_num_threads(1)
+    spent = {"acknowledge": 0.0}
+    for name in CALLS:
+        setattr(SnapshotCommits, name, _timed(getattr(SnapshotCommits, name), spent))
+    images = torch.randn(8 * BATCH, 3, SIZE, SIZE)
+    data = TensorDataset(images, torch.randint(0, LABELS, (len(images),)))
+    with paceline.join(Path(folder) / "run", checkpoint_minutes=0) as world:
+        net = build_model(model, num_labels=LABELS, num_channels=3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        paceline.parallelize(net, optimizer, world, **METHODS[sync])
+        loader = paceline.loader(data, BATCH, world)
+        began, before = 0.0, {}
+        while world.steps < WARM + steps:
+            for x, y in loader:
+                with world.step():
+                    F.cross_entropy(net(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if world.steps == WARM:
+                    spent["acknowledge"], before, began = (
+                        0.0,
+                        _processor_seconds(),
+                        time.monotonic(),
+                    )
+                elif world.steps == WARM + steps:
+                    seconds, after = time.monotonic() - began, _processor_seconds()
+                    parts = {name: after[name] - before.get(name, 0.0) for name in after}
+                    print(json.dumps({"seconds": seconds, **spent, **parts}), flush=True)
+                    break
+
+
+def _timed(method: Callable[..., Any], spent: dict[str, float]) -> Callable[..., Any]:
+    """Return a method that adds the time of its calls to a sum."""
+
+    @wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent["acknowledge"] += time.thread_time() - began
+
+    return timed
+
+
+def _processor_seconds() -> dict[str, float]:
+    """Return the processor time of the membership's threads, by the kernel's account."""
+    found = dict.fromkeys(THREADS.values(), 0.0)
+    for thread in threading.enumerate():
+        if thread.name in THREADS:
+            account = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+            found[THREADS[thread.name]] += int(account.split()[0]) / 1e9
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

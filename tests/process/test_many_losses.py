@@ -1,0 +1,44 @@
+"""What a survivor has after 30 lost peers is what it had after a few."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.equivalence.memory_growth import Usage
+from tests.harness.processes.fork_server import ServedPopen
+
+FEW, MANY, LIMIT = 8, 30, 110
+SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
+SYNCS = {
+    "allreduce": ("--sync", "allreduce"),
+    "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
+}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path: Path) -> None:
+    module = "tests.harness.membership.replaced_peers"
+    command = [sys.executable, "-m", module, str(tmp_path), str(MANY), *SYNCS[sync]]
+    with ServedPopen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [line.pop("generation") for line in lines] == list(range(MANY + 1))
+    usage = [Usage(**line) for line in lines]
+    few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
+    for name in ("files", "threads"):
+        assert least(many, name) == least(few, name), usage
+    assert least(many, "mappings") <= least(few, "mappings"), usage
+    assert least(many, "memory") < 1.02 * least(few, "memory"), usage
+
+
+def least(usage: list[Usage], name: str) -> int:
+    """Return the least of what there was of something in several generations."""
+    return min(int(getattr(one, name)) for one in usage)
