@@ -184,6 +184,9 @@ class MemberLink:
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
+        run.report_progress = lambda step: self._membership.report_progress(
+            run.context.group.generation, step
+        )
         run.require_member = lambda: self._membership.require_member(run.context.group.generation)
         run.when_entered(self._report_risk)
         self._report_risk()
