@@ -227,7 +227,11 @@ class MemberLink:
             sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
             if generation.leader.id == self._membership.id:
                 print_message(sentence)  # the supervisor reports the first loss alone
-            raise OutsideWorld(sentence)
+            outside = OutsideWorld(sentence)
+            outside.remedy = (
+                "Start it again, with a run folder if it is to resume after such a loss."
+            )
+            raise outside
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
         waited = change.decided_at - change.detected_at

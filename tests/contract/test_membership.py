@@ -294,6 +294,20 @@ def test_one_that_is_behind_is_expelled_once_it_makes_no_progress_any_more(
     assert f"is in step {step}" in first.causes[0]
 
 
+def test_progress_in_an_earlier_generation_does_not_count_in_the_next(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    for rank, one in enumerate(members.all):
+        one.report_progress(members.generation, 9 - rank)
+    members.kill(2)
+    following = agreed(members.next((0, 1)))
+    interrupted = threading.Event()
+    members.all[0].attach(following, interrupted.set)
+    members.all[0].report_progress(following, 4)
+    assert not interrupted.wait(OPTIONS.timeout + 1.0)
+
+
 def test_a_store_of_a_later_generation_serves_its_members(make: Callable[..., Members]) -> None:
     members = make((1, 1, 1))
     members.kill(0)

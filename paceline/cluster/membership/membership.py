@@ -501,5 +501,7 @@ class _Guard:
         if isinstance(error, CommError):
             self._fail(error)
         elif isinstance(error, Exception):
-            self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
+            failed = OutsideWorld(f"The membership failed: {type(error).__name__}: {error}.")
+            failed.remedy = "Start the same command again."
+            self._fail(failed)
         return isinstance(error, Exception)
