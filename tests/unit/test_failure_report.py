@@ -42,21 +42,20 @@ def test_a_lost_peer_is_looked_for_in_its_output() -> None:
     [
         (
             True,
-            f"{NAME} has lost machine 1, where the run continues without it. Check the connections "
-            "between the machines; the run's end is reported there.",
+            "This process has lost machine 1, where the run continues without it. Check the "
+            "connections between the machines; the run's end is reported there.",
         ),
         (
             False,
-            f"{NAME} was expelled from the run, because the others had no sign of life from it; "
-            "they continue without it. Check whether this process was stopped, or its machine "
-            "overloaded.",
+            "This process was expelled from the run, because the others had no sign of life from "
+            "it; they continue without it. Check whether it was stopped, or its machine overloaded.",
         ),
     ],
 )
 def test_a_member_without_which_the_others_continue_starts_nothing_again(
     silent: bool, sentence: str
 ) -> None:
-    error = left_out(NAME, change(silent=silent))
+    error = left_out(change(silent=silent))
     assert error.others_continue
     assert error.expelled != silent
     assert FailureReport.of(error).text == sentence

@@ -145,22 +145,22 @@ class GenerationWaits:
             self._store = None
 
 
-def left_out(name: str, change: Change) -> OutsideWorld:
-    """Return the error of a member, given by its name, that isn't in the next generation."""
+def left_out(change: Change) -> OutsideWorld:
+    """Return the error of a member that isn't in the next generation."""
     if change.silent:
         numbers = sorted({member.machine for member in change.generation.members})
         which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        error = OutsideWorld(f"{name} has lost {which}, where the run continues without it.")
+        error = OutsideWorld(f"This process has lost {which}, where the run continues without it.")
         error.remedy = (
             "Check the connections between the machines; the run's end is reported there."
         )
         error.others_continue = True
         return error
     error = OutsideWorld(
-        f"{name} was expelled from the run, because the others had no sign of life from it; they "
+        "This process was expelled from the run, because the others had no sign of life from it; they "
         "continue without it."
     )
-    error.remedy = "Check whether this process was stopped, or its machine overloaded."
+    error.remedy = "Check whether it was stopped, or its machine overloaded."
     error.expelled = error.others_continue = True
     return error
 

@@ -200,7 +200,7 @@ class Membership:
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
-            raise left_out(present.name_of(self._member.id) or self._member.id, change)
+            raise left_out(change)
         return change
 
     def leave(self) -> None:
