@@ -48,7 +48,8 @@ def test_a_lost_peer_is_looked_for_in_its_output() -> None:
         (
             False,
             "This process was expelled from the run, because the others had no sign of life from "
-            "it; they continue without it. Check whether it was stopped, or its machine overloaded.",
+            "it; they continue without it. Check whether it was stopped, or its machine "
+            "overloaded.",
         ),
     ],
 )

@@ -157,8 +157,8 @@ def left_out(change: Change) -> OutsideWorld:
         error.others_continue = True
         return error
     error = OutsideWorld(
-        "This process was expelled from the run, because the others had no sign of life from it; they "
-        "continue without it."
+        "This process was expelled from the run, because the others had no sign of life from it; "
+        "they continue without it."
     )
     error.remedy = "Check whether it was stopped, or its machine overloaded."
     error.expelled = error.others_continue = True
