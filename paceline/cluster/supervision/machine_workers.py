@@ -78,6 +78,7 @@ class MachineWorkers:
         the server did."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
+        self._store_lost = False  # with the machine that served it
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -108,6 +109,7 @@ class MachineWorkers:
                 self._report_failure(failure)  # the last line: workers reported what they saved
         finally:
             self._signal(signal.SIGKILL)
+            self._store_lost = self._has_lost_store()
             self._resources.close()
         self._deregister(failure)
         return failure
@@ -271,7 +273,13 @@ class MachineWorkers:
             try:
                 self._run.deregister(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
-                self._report(f"the rendezvous couldn't be cleaned up: {error}")
+                if not self._store_lost:
+                    self._report(f"the rendezvous couldn't be cleaned up: {error}")
+
+    def _has_lost_store(self) -> bool:
+        """Return whether the run continued without the machine that serves its store."""
+        served = self._run.registered.rendezvous.served_by_run
+        return served and self._endpoint is not None and self._endpoint.is_lost(0)
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
