@@ -46,7 +46,7 @@ class Run:
     trace: Trace | None = None
     store: Store | None = None
     require_member: Callable[[], None] = lambda: None
-    report_progress: Callable[[int], None] = lambda step: None
+    report_progress: Callable[[int], None] | None = None
     may_write: Callable[[], bool] = lambda: True
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
     _entered: list[Callable[[], None]] = field(default_factory=list)

@@ -39,6 +39,7 @@ from paceline.errors import ConfigError, PacelineError
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
+_REPORT_S = 2.0  # of those, at most, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
@@ -78,6 +79,7 @@ class MachineWorkers:
         the server did."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
+        self._hurried = False  # a second signal came
         self._store_lost = False  # with the machine that served it
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
@@ -105,8 +107,10 @@ class MachineWorkers:
                     )
                     failure = first or failure
                 self._signal(signal.SIGTERM)
-                self._end()
+                ended = self._ended_within(_REPORT_S, hurry=True)
                 self._report_failure(failure)  # the last line: workers reported what they saved
+                if not ended:
+                    self._end()
         finally:
             self._signal(signal.SIGKILL)
             self._store_lost = self._has_lost_store()
@@ -235,7 +239,8 @@ class MachineWorkers:
 
     def _end(self) -> None:
         """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
-        if self._ended_within(_TERM_S, hurry=True):
+        limit = _SAVE_S if self._hurried else _TERM_S
+        if self._ended_within(limit - _REPORT_S, hurry=True):
             return
         self._signal(signal.SIGKILL)
         deadline = time.monotonic() + _REAP_S
@@ -258,6 +263,7 @@ class MachineWorkers:
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
             if hurry and isinstance(event, signal.Signals):
+                self._hurried = True
                 deadline = min(deadline, started + _SAVE_S)
             if left <= 0:
                 return False

@@ -114,7 +114,7 @@ def run_workers(
         argv: the command of a worker.
         events: receives signals, which end the run.
         report: receives lines for the user.
-        report_failure: called with the failure, once the workers have ended.
+        report_failure: called with the failure, once the workers have ended or take long to.
         formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
         server: the command of a server of merges; none: there is none.
