@@ -11,6 +11,7 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
     ├── ReplicasDiffer                    the ranks' states aren't equal any more
+    ├── ServerLost                        the server of merges: a run doesn't continue without it
     └── Diverged                          the loss became NaN, or exploded
 
 A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
@@ -130,7 +131,12 @@ class PeerLost(CommError):
             step 7".
         cause: why the connection ended.
         name: what the lost peer is called; "": by its rank.
+
+    Attributes:
+        remedy: what a command's user can do, a sentence.
     """
+
+    remedy = "Check the output of the lost process, and start the same command again."
 
     def __init__(
         self,
@@ -206,6 +212,10 @@ class RankStateError(PacelineError):
 
 class ReplicasDiffer(PacelineError):
     """Error of a run whose replicas differ between ranks where they ought to be equal."""
+
+
+class ServerLost(PacelineError):
+    """Error of a run whose server of merges was lost: no generation of the world follows."""
 
 
 class Diverged(PacelineError):

@@ -1,4 +1,4 @@
-"""The `Recorder` protocol of measurements (spans, counts, events), and its null.
+"""The `Recorder` protocol of measurements (spans, counts, events), its null, and a checked one.
 
 The steps of a run report to a recorder what happens; where that goes (a log, a file, a terminal) is
 `paceline.observe`'s matter. The null recorder is the default, and measuring changes no code path.
@@ -6,10 +6,12 @@ The steps of a run report to a recorder what happens; where that goes (a log, a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 _NOTHING = nullcontext()
+_RESULTS = ("step", "loss", "epoch")  # events that only a member of the world may record
 
 
 class Recorder(Protocol):
@@ -43,3 +45,36 @@ class NullRecorder:
 
     def close(self) -> None:
         """Release nothing."""
+
+
+class MemberRecorder:
+    """Recorder of a member whose world survives losses: results pass it after a check.
+
+    The others may have expelled a process that was stopped for a while; its files and its console
+    may be on a machine that it shares with them.
+
+    Args:
+        recorder: the member's recorders.
+        require_member: raises an error where this process may be outside the world.
+    """
+
+    def __init__(self, recorder: Recorder, require_member: Callable[[], None]) -> None:
+        self._recorder, self._require_member = recorder, require_member
+
+    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
+        """Pass a span on."""
+        return self._recorder.span(name, **fields)
+
+    def count(self, name: str, amount: float) -> None:
+        """Pass a count on."""
+        self._recorder.count(name, amount)
+
+    def event(self, name: str, **fields: object) -> None:
+        """Pass an event on."""
+        if name in _RESULTS:
+            self._require_member()
+        self._recorder.event(name, **fields)
+
+    def close(self) -> None:
+        """Close the recorders."""
+        self._recorder.close()

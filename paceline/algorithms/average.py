@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket
 from paceline.algorithms.merged_momenta import MergedMomenta
-from paceline.errors import CommError
+from paceline.errors import CommError, ServerLost
 from paceline.recorder import Recorder
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
@@ -88,6 +88,7 @@ class WeightAverage:
         last_round: the first step of the last completed round, and the step after its end: in
             between, the last fragment was taken once. (0, 0) before there is one.
         residuals: as given.
+        ends: why the run ends once its state is saved, without another step; None: it continues.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class WeightAverage:
         self._step = 0  # the next one
         self._shows_anchor = False
         self.waited, self.last_round = 0.0, (0, 0)
+        self.ends: ServerLost | None = None
         self.close = exchange.close
 
     def begin(self, step: int) -> bool:

@@ -36,6 +36,7 @@ from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
+from paceline.recorder import MemberRecorder
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import (
     Start,
@@ -201,13 +202,14 @@ def _open_world(session: Session) -> World:
         path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
         run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
-        run.recorder = StepAccount(
+        account = StepAccount(
             EventFile(path, group.member.id),
             build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
             losses,
             trace=run.trace,
         )
+        run.recorder = MemberRecorder(account, lambda: run.require_member())
     session.resources.callback(run.recorder.close)
     world = World(session, run, start)
     if path is not None:

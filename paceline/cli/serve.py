@@ -1,10 +1,10 @@
 """`paceline serve`: merges the weights of a run's workers (`--average_through server`).
 
     a user starts it          it finds the run by its id, in the store of the rendezvous
-    `paceline train` does     its environment names the store; it ends with its supervisor
+    `paceline train` does     its environment names the store; it outlives its supervisor
 
-It holds no state of the run: checkpoints are the workers'. When it ends early, the run ends, and
-resumes from its last checkpoint with another server.
+It holds no state of the run: checkpoints are the workers'. When it ends early, the workers save
+their state and end, and the run resumes with another server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from paceline.cluster.rendezvous.server_registration import (
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.worker import end_process, end_with_supervisor, report_error
+from paceline.cluster.supervision.worker import (
+    declare_survivable,
+    end_process,
+    end_with_supervisor,
+    report_error,
+)
 from paceline.config.serve import ServeConfig
 from paceline.errors import CommError, Message
 from paceline.wiring.serve import serve_generations
@@ -44,7 +49,7 @@ Merge the weights of a run's workers, as the server of --average_through server.
 
 The server trains nothing and needs no data. It ends when the run ends.
 
-When it ends early, the run ends too, and resumes from its last checkpoint.
+When it ends early, the workers save their state, and the run ends too.
 
 Without --average_server apart, `paceline train` starts the server itself.
 
@@ -117,7 +122,7 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
     """Serve the run whose supervisor started this process.
 
     A signal is for the workers, which may still merge before they end; so it ends this process only
-    as long as it doesn't serve.
+    as long as it doesn't serve. Where the supervisor is killed, it serves those that continue.
     """
     end_with_supervisor()
     serving = False
@@ -129,6 +134,7 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
     def set_serving(value: bool) -> None:
         nonlocal serving
         serving = value
+        declare_survivable()  # as its workers do
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

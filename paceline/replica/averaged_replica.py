@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.average import WeightAverage
 from paceline.algorithms.average_parts import divide_state, restore_divided
 from paceline.comm.communicator import Communicator, broadcast_all
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ServerLost
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
 from paceline.replica.live_hooks import LiveHook, patch
@@ -118,6 +118,11 @@ class AveragedReplica:
     def waited(self) -> float:
         """Seconds that this thread has waited for peers."""
         return self._average.waited
+
+    @property
+    def ends(self) -> ServerLost | None:
+        """Why the run ends once its state is saved; None: it continues. Equal on all ranks."""
+        return self._average.ends
 
     def begin_batch(self) -> None:
         """Do nothing: buffers are this worker's own."""

@@ -322,10 +322,12 @@ class CheckpointSchedule:
         collective = together or self._gathers or self._snapshots.alone
         if collective:
             self._publish_committed(before=number, wait=True)  # which may switch snapshots off
-        if self._snapshots.on and collective and not self._replica.averaged:
-            self._snapshots.take_between_steps(number, asdict(position))
-            borrowed = None if self._writes is None else self._snapshots.borrow()
-        elif self._writes is not None:
+        averaged = self._replica.averaged  # whose files are made of what rank 0 gathers
+        if self._snapshots.on and (together if averaged else collective):
+            self._snapshots.take_between_steps(number, asdict(position))  # none goes back behind it
+            if self._writes is not None and not averaged:
+                borrowed = self._snapshots.borrow()
+        if self._writes is not None and borrowed is None:
             borrowed = self._builder.copy_alone(position)
         gathered = self._replica.state() if self._gathers else None
         if borrowed is None:

@@ -32,6 +32,7 @@ from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.observe.change_account import ChangeAccount
+from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.backup.own_part import OwnPart
@@ -130,6 +131,8 @@ class Steps:
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
+        if writer is not None:
+            writer.may_write = lambda: run.may_write()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
@@ -243,6 +246,7 @@ class Steps:
             CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
             CheckpointError: no member can read the durable state.
+            ServerLost: the run has no server of merges any more; the state is saved.
         """
         assert self._next_generation is not None
         reached = replace(self.position)
@@ -252,8 +256,10 @@ class Steps:
             self._changes.decide(successor.detected_at)
             try:
                 if successor.start is None:
-                    return self._enter_from_disk(successor.group, reached)
-                return self._enter(successor.group, successor.start, successor.parts)
+                    self._enter_from_disk(successor.group, reached)
+                else:
+                    self._enter(successor.group, successor.start, successor.parts)
+                return self._end_without_server()
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost
@@ -313,6 +319,13 @@ class Steps:
         took = asdict(self._changes.enter())
         self.run.recorder.event("recovery", generation=self.generation, **took)
 
+    def _end_without_server(self) -> None:
+        """Save what all ranks have gone back to, and end, where the server of merges is lost."""
+        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
+            self.save()
+            self._await_leader()
+            raise self._replica.ends
+
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
         """Run a step.
@@ -362,6 +375,7 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
+        self.run.report_progress(number + 1)
         request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
         if self._keeping:
             seconds = time.perf_counter() - began

@@ -47,6 +47,7 @@ class Checkpoints:
         self.folder = run / FOLDER
         self._keep = keep
         self._lineage: set[Path] = set()
+        self._began = False
         self._lock = threading.Lock()  # held while files are removed, or the lineage is replaced
 
     def begin_generation(self, start: int) -> None:
@@ -57,6 +58,7 @@ class Checkpoints:
         """
         with self._lock:
             self._lineage = {path for step, path in self._by_step().items() if step <= start}
+            self._began = True
 
     def newest_first(self) -> list[Path]:
         """List the files, the one with the most steps first."""
@@ -65,6 +67,9 @@ class Checkpoints:
 
     def newest_step(self) -> int | None:
         """Return the number of completed steps in the newest file, None if there is none."""
+        with self._lock:
+            if self._began:
+                return max(map(_step_of, self._lineage), default=None)
         return max(self._by_step(), default=None)
 
     def _by_step(self) -> dict[int, Path]:

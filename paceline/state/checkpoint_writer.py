@@ -59,6 +59,8 @@ class CheckpointWriter:
     Attributes:
         newest: set by the owner; returns the newest state in memory that may be written, from any
             thread; None if there is none.
+        may_write: set by the owner; returns whether this process is in the world. Otherwise it
+            writes no file but a rescued one.
         published: queue of (step, file), one for each file that was written.
         announce: set by the owner; called by the thread that has written a file, before older ones
             are removed.
@@ -72,6 +74,7 @@ class CheckpointWriter:
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.newest: Callable[[], Checkpoint | None] = lambda: None
+        self.may_write: Callable[[], bool] = lambda: True
         self.announce: Callable[[Checkpoint, Path], object] = lambda checkpoint, path: None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints, self._constant, self._report = checkpoints, constant, report
@@ -90,7 +93,7 @@ class CheckpointWriter:
         self.wait()
         self._deadline = time.monotonic() + _LIMIT_S
         self._writer = threading.Thread(
-            target=self._write, args=(checkpoint,), name="checkpoint", daemon=True
+            target=self._write_as_member, args=(checkpoint,), name="checkpoint", daemon=True
         )
         self._writer.start()
 
@@ -140,6 +143,10 @@ class CheckpointWriter:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def _write_as_member(self, checkpoint: Checkpoint) -> None:
+        if self.may_write():
+            self._write(checkpoint)
 
     def _write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.step

@@ -1,4 +1,8 @@
-"""A model bound to weight averaging, with an exchange by puts."""
+"""A model bound to weight averaging, with an exchange by puts.
+
+Where the server of merges is lost, the workers open one more generation among themselves, in which
+they gather the state that all hold, save it, and end.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.config.world import SyncConfig
+from paceline.errors import ServerLost
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.averaged_replica import AveragedReplica
@@ -21,7 +26,7 @@ from paceline.replica.trained_parameters import table_parameters
 from paceline.run.run import Run
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
-from paceline.wiring.average_server import meet_server
+from paceline.wiring.average_server import MetServer, meet_server
 
 
 def average_weights(
@@ -53,10 +58,21 @@ def average_weights(
     device = next(model.parameters(), torch.empty(0)).device
 
     def make(buckets: Sequence[Bucket]) -> WeightAverage:
+        statistics = RunningStatistics(model)
+        try:
+            return open_merges(buckets, statistics, met)
+        except ServerLost as lost:
+            merges = open_merges(buckets, statistics, None)
+            merges.ends = lost
+            return merges
+
+    def open_merges(
+        buckets: Sequence[Bucket], statistics: RunningStatistics, server: MetServer | None
+    ) -> WeightAverage:
         context = run.context  # of the present generation
         topology = Topology.of([1] * context.group.size) if alone else context.topology
-        if met is not None:
-            topology = topology.served_by(met.name)
+        if server is not None:
+            topology = topology.served_by(server.name)
         rule = average.rule.for_workers(context.group.size)
         options = PutOptions(
             open_window=partial(
@@ -64,7 +80,7 @@ def average_weights(
                 transport=config.transport,
                 connections=config.connections or 1,
                 trace=run.trace,
-                server=None if met is None else met.link(context),
+                server=None if server is None else server.link(context),
             ),
             topology=topology,
             limits=context.limits,
@@ -74,12 +90,12 @@ def average_weights(
             error_decay=rule.error_decay,
             recorder=run.recorder,
             staged=device.type != "cpu",
-            announce=lambda layout: None if met is None else met.invite(context, layout),
+            announce=lambda layout: None if server is None else server.invite(context, layout),
             tables=table_parameters(model),
         )
         return open_average(
             buckets,
-            RunningStatistics(model),
+            statistics,
             options,
             rule,
             average.schedule(steps),

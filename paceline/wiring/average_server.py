@@ -25,10 +25,11 @@ from paceline.cluster.rendezvous.server_registration import (
     open_start,
 )
 from paceline.cluster.stores.polled_store import PolledStore
+from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.communicator import gather_bytes
 from paceline.config.world import SyncConfig
-from paceline.errors import CommError, ConfigError, Message
+from paceline.errors import CommError, ConfigError, Message, ServerLost
 from paceline.reduce.put_engine.layout import Layout
 from paceline.run.generation_context import GenerationContext, ServerLink
 from paceline.run.run import Run
@@ -48,6 +49,8 @@ class MetServer:
         address: the address of this machine at which the server and the workers reach it.
         model: digest of the model.
         config: how the changes of weights travel.
+        device: device of the communicators' tensors.
+        token: of the generation that has found the server.
     """
 
     registration: Registration
@@ -55,6 +58,8 @@ class MetServer:
     address: str
     model: str
     config: SyncConfig
+    device: torch.device
+    token: str
 
     @property
     def name(self) -> str:
@@ -73,15 +78,32 @@ class MetServer:
         )
 
     def invite(self, context: GenerationContext, layout: Layout) -> None:
-        """Invite the server; rank 0 does.
+        """Invite the server to serve a generation; collective, rank 0 does.
 
         Raises:
-            ConfigError: it refuses.
-            CommError: it doesn't answer.
+            ConfigError: it refuses to serve the run.
+            CommError: it doesn't answer at the start; or a peer was lost, or silent.
+            ServerLost: a later generation can't be served.
         """
+        lost = ""
+        if context.group.rank == 0:
+            try:
+                self._invite(context, layout)
+            except STORE_ERRORS as error:
+                if context.group.generation.token == self.token:
+                    raise
+                lost = str(error)
+        what = "the answer of the averaging server"
+        (text, *_) = gather_bytes(context.communicator, lost.encode(), self.device, what)
+        if text:
+            reason = text.decode().removeprefix(f"{self.name} ").rstrip(".")
+            raise ServerLost(
+                f"the run has lost {self.name}, and ends without it ({reason}). Start the same "
+                "command again."
+            )
+
+    def _invite(self, context: GenerationContext, layout: Layout) -> None:
         generation = context.group.generation
-        if context.group.rank > 0:
-            return
         specs = [bucket.spec for bucket in layout.buckets]
         invitation = Invitation(
             version=metadata.version("paceline"),
@@ -104,7 +126,8 @@ class MetServer:
             size=layout.server_size,
             timeout=context.limits[1],
         )
-        invite(self.store, self.registration, invitation, _SOONER * context.limits[0])
+        own, limit = ProcessIdentity.of_this_process(), _SOONER * context.limits[0]
+        invite(self.store, self.registration, invitation, own, limit)
 
 
 def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average) -> MetServer:
@@ -134,6 +157,8 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
         address=_address(group.address, registration, own),
         model=digest_of(model),
         config=config,
+        device=device,
+        token=group.generation.token,
     )
 
 

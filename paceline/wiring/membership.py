@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
+from socket import gethostbyname
 from time import monotonic
 from typing import Any
 
@@ -29,7 +30,9 @@ from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.membership.voting.successor import who_would_stop_it
 from paceline.cluster.membership.witness import Witness
+from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
@@ -84,7 +87,17 @@ def join_membership(
     except BaseException:
         membership.close()
         raise
-    return group, MemberLink(membership, generation)
+    return group, MemberLink(membership, generation, _witness_machine(generation, store))
+
+
+def _witness_machine(generation: Generation, store: Store) -> int | None:
+    """Return the machine of the run on which the witness is, if that is known."""
+    host = store.host if isinstance(store, PolledStore) and generation.witness else ""
+    address = ""
+    with suppress(OSError):
+        address = gethostbyname(host) if host else ""
+    found = (one for one in generation.members if host == one.host or address == one.address)
+    return next((one.machine for one in found), None)
 
 
 def _open_record(group: Group, store: Store, limit: float) -> AcceptorRecord:
@@ -141,13 +154,17 @@ class MemberLink:
     Args:
         membership: the membership.
         generation: the first generation.
+        witness_machine: the machine of the run on which the witness is; None: it is on none.
 
     Attributes:
         backup: sends what this rank alone has to its backup holder.
     """
 
-    def __init__(self, membership: Membership, generation: Generation) -> None:
+    def __init__(
+        self, membership: Membership, generation: Generation, witness_machine: int | None
+    ) -> None:
         self._membership, self._generation = membership, generation
+        self._witness_machine = witness_machine
         self._run: Run | None = None
         self._folder: Path | None = None
         self._durable: tuple[Held, ...] = ()  # the newest checkpoints that this member can read
@@ -166,6 +183,13 @@ class MemberLink:
         self._folder = folder
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
+        run.may_write = self._membership.may_write
+        run.report_progress = lambda step: self._membership.report_progress(
+            run.context.group.generation, step
+        )
+        run.require_member = lambda: self._membership.require_member(run.context.group.generation)
+        run.when_entered(self._report_risk)
+        self._report_risk()
 
     def attach(self, context: GenerationContext) -> None:
         """Let the loss of a member interrupt a context's waits."""
@@ -203,7 +227,11 @@ class MemberLink:
             sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
             if generation.leader.id == self._membership.id:
                 print_message(sentence)  # the supervisor reports the first loss alone
-            raise OutsideWorld(sentence)
+            outside = OutsideWorld(sentence)
+            outside.remedy = (
+                "Start it again, with a run folder if it is to resume after such a loss."
+            )
+            raise outside
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
         waited = change.decided_at - change.detected_at
@@ -258,6 +286,13 @@ class MemberLink:
 
         signals.when_received(report)
         self._membership.when_end_is_asked(signals.stop)
+
+    def _report_risk(self) -> None:
+        """Report which machine's loss would stop the run, where it has several."""
+        generation = self._generation
+        if self._run is not None and len(generation.machines) > 1:
+            text = _risk(generation, self._witness_machine)
+            self._run.recorder.event("note", text=text)
 
     def leave(self) -> None:
         """Report that this member ends well."""
@@ -322,3 +357,18 @@ def _reasons(change: Change) -> str:
     """Return why members were lost, without the stop."""
     reasons = "; ".join(str(cause).rstrip(".") for cause in change.causes if cause)
     return reasons or "A connection between members was lost"
+
+
+def _risk(generation: Generation, witness_machine: int | None) -> str:
+    """Return a sentence about the machine whose loss would stop the run."""
+    machine = who_would_stop_it(generation, witness_machine)
+    if machine is None:
+        return "The run continues after the loss of any one of its machines."
+    host = next(one.host for one in generation.members if one.machine == machine)
+    why = "the witness is there"
+    if not generation.witness:
+        why = (
+            f"it has the casting vote of {len(generation.machines)} machines, because there is no "
+            "witness (a shared folder, Redis or etcd)"
+        )
+    return f"The loss of machine {machine} ({host}) would stop the run: {why}."

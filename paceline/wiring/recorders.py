@@ -20,7 +20,7 @@ from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import open_trackers, require_installed
-from paceline.recorder import Recorder
+from paceline.recorder import MemberRecorder, Recorder
 from paceline.run.learning_rate import base_rate
 from paceline.run.run import Run
 from paceline.wiring.resume import Start
@@ -115,4 +115,5 @@ def build_recorder(
 
     events = EventFile(folder, group.member.id)
     leader = build_leader_recorder(run, open_recorders)
-    return StepAccount(events, log, leader, *others, trace=run.trace)
+    account = StepAccount(events, log, leader, *others, trace=run.trace)
+    return MemberRecorder(account, lambda: run.require_member())

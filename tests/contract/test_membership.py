@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.control_line.frame_kinds import VOTE
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.generation_waits import Change, OutsideWorld
@@ -20,7 +22,8 @@ from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.replica.live_hooks import patch
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
@@ -71,6 +74,20 @@ class Members:
     def kill(self, rank: int) -> None:
         """End a member's connections, as the kernel does for a killed process."""
         self.all[rank].line.close()
+
+    def silence_after(self, rank: int, message: str) -> threading.Event:
+        """Let a member send nothing after its first message of a kind in a vote, to one member."""
+        line, ended = self.all[rank].line, threading.Event()
+        plain = line.send
+
+        def send(peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> bool:
+            sent = not ended.is_set() and plain(peer, kind, body, bulk)
+            if kind == VOTE and body["kind"] == message:
+                ended.set()
+            return sent
+
+        patch(line, "send", lambda _, *words: send(*words))
+        return ended
 
     def next(
         self, ranks: tuple[int, ...], present: Generation | None = None, error: CommError = LOST
@@ -150,7 +167,11 @@ def test_the_others_agree_on_a_generation_without_a_lost_member(
     assert value.start == (6 if lost == 1 else 4)
     assert value.ancestors == members.generation.lineage
     held = held_by(members, others[0], 7)
-    assert not members.all[others[0]].acknowledge(members.generation, (held,))
+    first = members.all[others[0]]
+    assert not first.acknowledge(members.generation, (held,))
+    with pytest.raises(PeerLost, match="Generation 0 records nothing more"):
+        first.require_member(members.generation)
+    first.require_member(value)
 
 
 def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
@@ -169,6 +190,28 @@ def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
         )
     assert {member.id for member in second.members} == ids(members, 1, 2, 3)
     assert second.number == 2
+
+
+@pytest.mark.parametrize("message", ["Prepare", "Accept", "Decided"])
+def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
+    message: str, make: Callable[..., Members]
+) -> None:
+    members = make((1, 1, 1, 1, 1))
+    ended = members.silence_after(0, message)
+    members.kill(4)
+    assert ended.wait(LIMIT)
+    members.kill(0)
+    found = dict(zip((1, 2, 3), members.next((1, 2, 3)), strict=True))
+    behind = {  # those that learned of the first vote's outcome, if it came to one
+        rank: change
+        for rank, change in found.items()
+        if isinstance(change, Change) and len(change.generation.members) > 3
+    }
+    if behind:
+        first = agreed(list(behind.values()))
+        found |= zip(behind, members.next(tuple(behind), first), strict=True)
+    value = agreed(list(found.values()))
+    assert {member.id for member in value.members} == ids(members, 1, 2, 3)
 
 
 def test_a_world_whose_members_all_live_continues_with_all(make: Callable[..., Members]) -> None:
@@ -190,6 +233,8 @@ def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
     (refused,) = other.next((1,))
     assert isinstance(refused, OutsideWorld)
     assert "reaches 1 of 2 machines" in str(refused)
+    assert not refused.expelled
+    assert not other.all[1].may_write()
 
 
 def test_a_witness_lets_either_machine_of_a_pair_continue(
@@ -211,7 +256,7 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
 ) -> None:
     members = make((1, 1, 1))
     for one in members.all:
-        one.report_progress(3)
+        one.report_progress(members.generation, 3)
     began = time.monotonic()
     while time.monotonic() - began < OPTIONS.timeout + 1.5:
         assert not any(event.wait(0.1) for event in members.interrupted)
@@ -220,6 +265,47 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
     (refused,) = members.next((1,))
     assert isinstance(refused, OutsideWorld)
     assert "expelled" in str(refused)
+    assert members.all[0].may_write()
+    assert not members.all[1].may_write()
+    with pytest.raises(PeerLost):
+        members.all[1].require_member(members.generation)
+
+
+def test_one_that_is_behind_is_expelled_once_it_makes_no_progress_any_more(
+    make: Callable[..., Members],
+) -> None:
+    members, step = make((1, 1, 1)), 1
+
+    def report(behind: int) -> None:
+        for rank, one in enumerate(members.all):
+            one.report_progress(members.generation, step - behind if rank == 1 else step)
+
+    for behind in (step, 1):  # in its first step, then slow
+        began = time.monotonic()
+        while time.monotonic() - began < OPTIONS.timeout + 1.0:
+            step += behind == 1
+            report(behind)
+            assert not any(event.wait(0.1) for event in members.interrupted)
+    assert members.interrupted[0].wait(LIMIT)
+    (first, *_) = found = members.next((0, 2))
+    assert {member.id for member in agreed(found).members} == ids(members, 0, 2)
+    assert isinstance(first, Change)
+    assert "has made no progress for" in first.causes[0]
+    assert f"is in step {step}" in first.causes[0]
+
+
+def test_progress_in_an_earlier_generation_does_not_count_in_the_next(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    for rank, one in enumerate(members.all):
+        one.report_progress(members.generation, 9 - rank)
+    members.kill(2)
+    following = agreed(members.next((0, 1)))
+    interrupted = threading.Event()
+    members.all[0].attach(following, interrupted.set)
+    members.all[0].report_progress(following, 4)
+    assert not interrupted.wait(OPTIONS.timeout + 1.0)
 
 
 def test_a_store_of_a_later_generation_serves_its_members(make: Callable[..., Members]) -> None:

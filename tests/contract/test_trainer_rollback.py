@@ -41,6 +41,7 @@ CASES = {
     "loss scaling": ("--sync", "allreduce", "--dtype", "float16"),
     "clipping": ("--sync", "notified", "--clip_norm", "1"),
 }
+WAITS = (-2, "")  # for a peer that breaks off
 RECOVERING = [(ANY, "entering"), (ANY, "entered"), (ANY, "entered")]
 SCORES = ("accuracy", "loss", "test_accuracy")
 DROPPED = "The error-feedback residuals are dropped: no lossy wire is used any more."
@@ -189,20 +190,28 @@ def test_residuals_are_dropped_where_no_lossy_wire_is_used_any_more(
 
 
 @pytest.mark.parametrize(
-    ("moments", "starts"),
+    ("moments", "name"),
     [
-        ([[(STEPS - 1, "end")] * 3], "the last step of an epoch"),
-        ([[(STEPS, "evaluation")] * 3], "an evaluation"),
-        ([[(STEPS, "load"), (STEPS, "forward"), (STEPS, "update")]], "an epoch's first step"),
-        ([[(2, "update")] * 3, [(3, "load")] * 3, [(3, "load")] * 3], "again and again"),
-        ([[(5, "update")] * 3, RECOVERING, RECOVERING[::-1]], "the recovery"),
+        ([[(STEPS - 1, "end")] * 3], "notified"),
+        ([[(STEPS, "evaluation")] * 3], "notified"),
+        ([[(STEPS, "evaluation"), WAITS, WAITS], [WAITS, (STEPS, "gathering"), WAITS]], "sharded"),
+        ([[(STEPS, "load"), (STEPS, "forward"), (STEPS, "update")]], "notified"),
+        ([[(2, "update")] * 3, [(3, "load")] * 3, [(3, "load")] * 3], "notified"),
+        ([[(5, "update")] * 3, RECOVERING, RECOVERING[::-1]], "notified"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=[
+        "the last step of an epoch",
+        "an evaluation",
+        "an evaluation's total and a checkpoint",
+        "an epoch's first step",
+        "again and again",
+        "the recovery",
+    ],
 )
 def test_a_generation_may_end_around_an_epochs_end(
-    moments: list[list[Moment]], starts: str, tmp_path: Path
+    moments: list[list[Moment]], name: str, tmp_path: Path
 ) -> None:
-    check(tmp_path, CASES["notified"], moments)
+    check(tmp_path, CASES[name], moments)
 
 
 def test_a_generation_may_end_in_the_trials_of_autotuning(

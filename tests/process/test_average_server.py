@@ -74,6 +74,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name_and_the_run_resumes(
     assert ended.status == 1, ended.text
     assert "the averaging server on machine 0 (" in ended.text
     assert "was killed by SIGKILL" in ended.text
+    assert "the run has lost the averaging server on " in ended.text
     assert all_end(family)
     speed(here, 1)
     for through in (SERVED, ()):  # the second finds the run finished

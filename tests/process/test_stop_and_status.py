@@ -8,17 +8,27 @@ import os
 import signal
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.requests.member_record import read_records
+from paceline.cluster.supervision.requests.member_record import MemberRecord, read_records
+from paceline.cluster.supervision.requests.run_requests import stop_run
 from tests.harness.processes.command import Command, all_end
-from tests.harness.processes.run_folders import events
-from tests.harness.processes.supervisor_stage import SURVIVING, Actor, Stage, at_most
+from tests.harness.processes.run_folders import events, wait_until
+from tests.harness.processes.supervisor_stage import (
+    LIMIT,
+    SURVIVING,
+    Actor,
+    Stage,
+    Supervisor,
+    at_most,
+)
 from tests.harness.processes.tiny_run import SMALL, make_database
 
 
@@ -77,6 +87,42 @@ def test_a_process_without_its_socket_gets_a_signal(orphans: list[Actor], tmp_pa
         replace(record, socket="unknown").write(tmp_path)
     assert main(["stop", str(tmp_path)]) == 0
     assert all(actor.ended(within=0.5) for actor in orphans)
+
+
+def test_workers_are_stopped_whose_supervisor_is_killed_while_it_is_asked(
+    stage: Stage, tmp_path: Path
+) -> None:
+    supervisor = stage.start(RunPlan(workers=2), SURVIVING)
+    actors = stage.actors(2)
+    for actor in actors:
+        actor.obey("survive", "stop-softly", f"present {tmp_path}")
+    record_of_supervisor(supervisor).write(tmp_path)
+    supervisor.send(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_run, tmp_path, LIMIT)
+        wait_until(lambda: signal.SIGTERM in pending(supervisor))
+        supervisor.send(signal.SIGKILL)
+        result = stopping.result()
+    assert {record.process.pid for record in result.ended} >= {actor.pid for actor in actors}
+    assert len(result.ended) == 3
+
+
+def record_of_supervisor(supervisor: Supervisor) -> MemberRecord:
+    """Return the record of a supervisor whose socket doesn't answer."""
+    pid = supervisor.process.pid
+    assert pid is not None
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    process = replace(ProcessIdentity.of_this_process(), pid=pid, started=int(started))
+    return MemberRecord(
+        id="supervisor-0", role="supervisor", machine=0, process=process, socket="unknown"
+    )
+
+
+def pending(supervisor: Supervisor) -> set[int]:
+    """Return the signals that a stopped process will receive."""
+    status = Path(f"/proc/{supervisor.process.pid}/status").read_text()
+    (mask,) = (int(line.split()[1], 16) for line in status.splitlines() if "ShdPnd" in line)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def holder_of(run: Path, byte: int) -> int:

@@ -57,6 +57,17 @@ def test_steps_beyond_eight_digits_are_in_order_too(tmp_path: Path) -> None:
     assert checkpoints.newest_first()[0].name == "step-100000000.pt"
 
 
+def test_the_newest_step_is_one_of_the_generations_lineage(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (5, 10):
+        checkpoints.write(step, state(1.0))
+    assert Checkpoints(tmp_path, keep=3).newest_step() == 10
+    checkpoints.begin_generation(7)
+    assert checkpoints.newest_step() == 5
+    checkpoints.write(8, state(1.0))
+    assert checkpoints.newest_step() == 8
+
+
 def test_what_a_killed_writer_left_is_removed_and_never_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.write(5, state(1.0))

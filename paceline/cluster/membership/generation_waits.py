@@ -8,7 +8,7 @@ next: waits for the decision          ◀──   decide: the next generation, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
@@ -22,11 +22,16 @@ class OutsideWorld(PeerLost):
     """Error of a member that is in no further generation.
 
     Attributes:
-        expelled: whether the others continue without it, so that it must write nothing; else there
-            is no quorum, or no state to continue from.
+        expelled: whether the others continue without it, so that it must write nothing. Otherwise
+            there is no quorum, or no state to continue from, or this member is on the losing side
+            of a cut link: it may write its newest state once.
+        others_continue: whether the others continue, so that the same command doesn't resume the
+            run here.
     """
 
+    remedy = "Check the connections between the machines, and start the same command again."
     expelled = False
+    others_continue = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Change:
         generation: the next generation.
         lost: the members that aren't in it.
         left: whether one of them ended well, while the others still needed it.
+        silent: whether this member had no heartbeat of all members of the next generation.
         causes: why each of them was lost, a sentence without its stop; "" where this member has no
             evidence of it.
         detected_at: when the first suspicion or report came, by the monotonic clock.
@@ -46,6 +52,7 @@ class Change:
     generation: Generation
     lost: tuple[Member, ...]
     left: bool
+    silent: bool
     causes: tuple[str, ...]
     detected_at: float
     decided_at: float
@@ -136,3 +143,48 @@ class GenerationWaits:
         if self._store is not None:
             self._stores.remove(self._store[1])
             self._store = None
+
+
+def left_out(change: Change) -> OutsideWorld:
+    """Return the error of a member that isn't in the next generation."""
+    if change.silent:
+        numbers = sorted({member.machine for member in change.generation.members})
+        which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        error = OutsideWorld(f"This process has lost {which}, where the run continues without it.")
+        error.remedy = (
+            "Check the connections between the machines; the run's end is reported there."
+        )
+        error.others_continue = True
+        return error
+    error = OutsideWorld(
+        "This process was expelled from the run, because the others had no sign of life from it; "
+        "they continue without it."
+    )
+    error.remedy = "Check whether it was stopped, or its machine overloaded."
+    error.expelled = error.others_continue = True
+    return error
+
+
+def without_quorum(
+    member: Member, reached: str, reasons: Sequence[str], *, was_stopped: bool
+) -> OutsideWorld:
+    """Return the error of a member that reaches too few machines for a decision.
+
+    Args:
+        member: the member.
+        reached: how many machines it reaches, and of how many.
+        reasons: why it suspects others, each a sentence without its stop.
+        was_stopped: whether it was stopped for so long that the others may have expelled it.
+    """
+    error = OutsideWorld(
+        f"The run can't continue on machine {member.machine} ({member.host}): it reaches "
+        f"{reached}, which doesn't suffice to decide "
+        f"({'; '.join(reasons) or 'no decision was made'})."
+        + (" It was stopped, and the others may continue without it." if was_stopped else "")
+    )
+    error.remedy = (
+        "Check the other machines and the connections to them; where the run has ended on all, "
+        "start the same command again."
+    )
+    error.expelled = was_stopped
+    return error

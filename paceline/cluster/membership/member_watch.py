@@ -8,7 +8,7 @@ All of it is used on the control line's thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,10 @@ from paceline.cluster.membership.evidence import (
 )
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.successor import View
+
+_RECENT = 0.5  # of the peer timeout: how old the last heartbeat of a member may be that is received
+
+_SILENT = ("frozen", "cut off")
 
 TIMED_OUT_S = 2.0
 """Seconds after a timeout in which the members that wait for the same member report theirs."""
@@ -36,16 +40,22 @@ class MemberWatch:
     Attributes:
         suspicions: by the members' ids; no suspicion is withdrawn.
         leavers: the ids of members that have reported that they end well.
+        was_stopped: whether this process was stopped for longer than the peer timeout, so that the
+            others may have expelled it; set by `judge`.
     """
 
     def __init__(self, member: str, options: EvidenceOptions) -> None:
         self._member, self._options = member, options
         self._evidence: dict[str, MemberEvidence] = {}
         self._observer = Observer.starting(member, time.monotonic())
+        self._reports: dict[str, int] = {}  # the number of each member's last report
+        self._received: dict[str, frozenset[str]] = {}  # by member, those whose beats it receives
+        self._reported: dict[str, frozenset[str]] = {}  # by member, those that it suspects
         self._left: set[str] = set()
         self._timed_out_at: float | None = None  # when the first member reported a timeout
         self.suspicions: dict[str, Suspicion] = {}
         self.leavers: set[str] = set()
+        self.was_stopped = False
 
     @property
     def watched(self) -> list[str]:
@@ -90,6 +100,7 @@ class MemberWatch:
         self.suspicions = {
             member: each for member, each in self.suspicions.items() if member in self._evidence
         }
+        self._reported.clear()
         self._left.clear()
         self._timed_out_at = None
 
@@ -105,11 +116,43 @@ class MemberWatch:
         """Note its supervisor's report of a member's end."""
         self._note(member, exited=how)
 
-    def progressed(self, member: str, step: int) -> None:
-        """Note in which step a member is."""
+    def progressed(self, member: str, step: int, number: int, received: Mapping[str, int]) -> None:
+        """Note a member's report.
+
+        Args:
+            member: the member's id.
+            step: the step in which it is.
+            number: the number of the report.
+            received: as `received` returns it on that member.
+        """
+        self._reports[member], self._received[member] = number, frozenset(received)
         known = self._evidence.get(member)
         if known is not None and known.step != step:
             self._note(member, step=step, progress_at=time.monotonic())
+
+    def received(self) -> dict[str, int]:
+        """Return the members whose heartbeats come, with the numbers of their last reports."""
+        earliest = time.monotonic() - _RECENT * self._options.peer_timeout
+        return {
+            member: number
+            for member, number in self._reports.items()
+            if member in self._evidence and self._evidence[member].last_beat >= earliest
+        }
+
+    def apart(self) -> list[str]:
+        """Return the members whose heartbeats don't come, for reports to the others."""
+        return [member for member, each in self.suspicions.items() if each.kind in _SILENT]
+
+    def reported(self, member: str, apart: Iterable[str]) -> None:
+        """Note another member's `apart`."""
+        self._reported[member] = frozenset(apart)
+
+    def are_silent(self, members: Set[str]) -> bool:
+        """Return whether all these members are suspected, because no heartbeat of them came."""
+        return all(
+            member in self.suspicions and self.suspicions[member].kind in _SILENT
+            for member in members
+        )
 
     def left(self, member: str, *, timed_out: bool) -> bool:
         """Note that a member has left the generation; return whether it is the first to time out.
@@ -131,6 +174,8 @@ class MemberWatch:
             silences: for each connected peer, the seconds since its last heartbeat.
         """
         now = time.monotonic()
+        if now - self._observer.judged_at > self._options.peer_timeout:
+            self.was_stopped = True
         for member in self._evidence.keys() & silences.keys():
             beat = now - silences[member]
             self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
@@ -138,12 +183,35 @@ class MemberWatch:
         if self._timed_out_at is not None and now >= self._timed_out_at + TIMED_OUT_S:
             for member in self._evidence:  # those that were interrupted in a wait have left, too
                 self._note(member, timed_out=tuple(sorted(self._left - {member})))
+        for member in self._evidence:
+            others = sorted(self._received.keys() & self._evidence.keys() - {member, self._member})
+            receivers = (other for other in others if member in self._received[other])
+            self._note(member, heard_by=tuple(receivers))
         self._observer = self._observer.at(now)
-        judged = judge(now, self._evidence, self._options, self._observer)
+        judged = self._cut_links() | judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self.leavers}
         new = present.keys() - self.suspicions.keys()
         self.suspicions.update({member: present[member] for member in new})
         return bool(new)
+
+    def _cut_links(self) -> dict[str, Suspicion]:
+        """Suspect one of two members that don't reach each other, while both reach this one.
+
+        All members that reach both suspect the same one, that of the higher rank.
+        """
+        received, suspected = self.received(), dict[str, Suspicion]()
+        ranks = list(self._evidence)
+        for one, apart in self._reported.items():
+            for other in apart & received.keys():
+                if one in received and self._member not in (one, other):
+                    lower, higher = sorted((one, other), key=ranks.index)
+                    names = self._evidence[higher].name, self._evidence[lower].name
+                    suspected[higher] = Suspicion(
+                        kind="cut off",
+                        reason=f"the link between {names[0]} and {names[1]} is cut, and the others "
+                        "continue without the first",
+                    )
+        return suspected
 
     def _note(self, member: str, **fields: Any) -> None:
         if member in self._evidence:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.frame_kinds import (
+    APART,
     END,
     EXITED,
     LEAVING,
@@ -37,7 +38,14 @@ from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.control_store import ControlStore, ControlStores
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.generation_waits import Change, GenerationWaits, OutsideWorld
+from paceline.cluster.membership.generation_waits import (
+    Change,
+    GenerationWaits,
+    OutsideWorld,
+    left_out,
+    without_quorum,
+)
+from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
 from paceline.cluster.membership.voting.messages import (
@@ -49,12 +57,14 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, CommTimeout, PeerLost, many
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
-_PROGRESS_S = 1.0  # between two reports of progress
+_PROGRESS_S = 1.0  # between two reports of progress, unless the peer timeout is short
+_PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
+_ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -82,11 +92,12 @@ class Membership:
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
-        self._step = 0
+        self._progress = "", 0  # the id of a generation, and the step; by the thread that trains
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
         self._waits = GenerationWaits(self._stores)
+        self._lease = WriteLease(member.id, options.peer_timeout)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
         self._began = False
@@ -123,6 +134,7 @@ class Membership:
             self._generation = generation
             self._began = True
             self._watch.begin(generation, self.line.connected())
+            self._lease.enter(self._watch.watched)
             self._judge()
             self._report()
 
@@ -151,9 +163,25 @@ class Membership:
         """Record what this member holds; return False where nothing may be acknowledged."""
         return self._acceptor.acknowledge(generation, self._member.id, held)
 
-    def report_progress(self, step: int) -> None:
-        """Note in which step this member is."""
-        self._step = step
+    def may_write(self) -> bool:
+        """Return whether this member is in the world, from any thread; wait until that is known.
+
+        It is known as long as the others receive this member's reports, and after a vote.
+        """
+        return self._lease.wait(self._options.timeout + 2 * self._options.peer_timeout)
+
+    def require_member(self, generation: Generation) -> None:
+        """Return if this member may record results of a generation; waits as `may_write`.
+
+        Raises:
+            PeerLost: it may not, because the next generation is being decided, or is.
+        """
+        if not self.may_write() or self._acceptor.has_promised(generation):
+            raise PeerLost(f"Generation {generation.number} records nothing more: it has ended.")
+
+    def report_progress(self, generation: Generation, step: int) -> None:
+        """Note in which step this member is, once it has completed one of the generation."""
+        self._progress = generation.id, step
 
     def next_generation(self, present: Generation, error: CommError) -> Change:
         """Leave the present generation, and wait for the decision about the next one.
@@ -172,28 +200,32 @@ class Membership:
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
-            expelled = OutsideWorld(
-                f"{present.name_of(self._member.id)} was expelled from the "
-                "run, because the others had no sign of life from it; they continue without it."
-            )
-            expelled.expelled = True
-            raise expelled
+            raise left_out(change)
         return change
 
     def leave(self) -> None:
         """Report that this member ends well: its connections' end is no loss."""
         self._closing = True
+        self._lease.release_all()
         self.line.broadcast(LEAVING, {"member": self._member.id})
 
     def end_run(self, reason: str, status: int) -> None:
-        """Ask all members and supervisors to end the run, from any thread; no vote begins any more.
+        """End the run on all machines, from any thread; no vote begins any more.
+
+        This machine's supervisor is asked, if it lives: it ends the run already where it has sent
+        the signal itself, and then has the reason. Otherwise all processes are asked.
 
         Args:
             reason: why, a sentence.
             status: the exit status of the run's commands.
         """
         self._ending = True
-        self.line.broadcast(END, {"text": reason, "status": status})
+        self._lease.release_all()
+        body: dict[str, Any] = {"text": reason, "status": status}
+        supervisor = supervisor_name(self._member.machine)
+        if self.line.silence(supervisor) < _ALIVE_S and self.line.send(supervisor, END, body):
+            return
+        self.line.broadcast(END, body)
 
     def when_end_is_asked(self, call: Callable[[bool], None]) -> None:
         """Let a request to end the run, of another process, call a function on the line's thread.
@@ -230,8 +262,12 @@ class Membership:
                 self._judge_once()
             elif kind == PROGRESS:
                 self._note_progress(peer, body)
+            elif kind == APART and body["generation"] == self._generation.id:
+                self._watch.reported(peer, body["members"])
+                self._judge_once()
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
+                self._lease.release(peer)
             elif kind == END:
                 self._end(peer, body)
             elif kind in self._handlers:
@@ -263,6 +299,7 @@ class Membership:
 
     def _fail(self, error: CommError) -> None:
         """End the wait of the thread that trains with an error."""
+        self._lease.end()
         self._waits.fail(error)
         self._waits.interrupt(self._generation)
 
@@ -278,19 +315,36 @@ class Membership:
         if not self._began or self._closing:
             return
         if self._watch.judge({peer: self.line.silence(peer) for peer in self.line.connected()}):
+            self._report_apart()
             self._begin_vote(anew=True)
+
+    def _report_apart(self) -> None:
+        """Report which members don't reach this one, to those that may reach both."""
+        body: dict[str, Any] = {"generation": self._generation.id, "members": self._watch.apart()}
+        self.line.broadcast(APART, body, self._watch.watched)
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
-        body: dict[str, Any] = {"generation": self._generation.id, "step": self._step}
+        generation, step = self._progress
+        body: dict[str, Any] = {
+            "generation": self._generation.id,
+            "step": step if generation == self._generation.id else 0,
+            "number": self._lease.send(),
+            "received": self._watch.received(),
+        }
         self.line.broadcast(PROGRESS, body, self._watch.watched)
         self._note_progress(self._member.id, body)
         if not self._closing:
-            self.line.call_later(_PROGRESS_S, self._report)
+            pause = min(_PROGRESS_S, _PROGRESS_SHARE * self._options.peer_timeout)
+            self.line.call_later(pause, self._report)
 
     def _note_progress(self, member: str, body: Mapping[str, Any]) -> None:
         if body["generation"] == self._generation.id:
-            self._watch.progressed(member, body["step"])
+            self._watch.progressed(member, body["step"], body["number"], body["received"])
+            if self._member.id in body["received"]:
+                self._lease.confirm(member, body["received"][self._member.id])
+                if self._lease.lasts:
+                    self._watch.was_stopped = False
 
     def _leave(self, present: Generation, reason: str, *, timed_out: bool) -> None:
         """Leave a generation: report it, and vote on its successor."""
@@ -343,6 +397,7 @@ class Membership:
         if self._ending or peer not in members:
             return
         self._ending = True
+        self._lease.release_all()
         self._end_asked(self.line.send(supervisor_name(self._member.machine), END, body))
 
     def _vote_message(self, peer: str, body: Mapping[str, Any]) -> None:
@@ -392,6 +447,7 @@ class Membership:
             generation=value,
             lost=lost,
             left=any(member.id in self._watch.leavers for member in lost),
+            silent=self._watch.are_silent(remaining) and not self._watch.was_stopped,
             causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
             decided_at=now,
@@ -400,10 +456,15 @@ class Membership:
         self._generation = value
         self._acceptors.know(value)
         self._watch.enter(value, self.line.connected())
+        if self._member.id in remaining:
+            self._lease.enter(remaining)
+        else:
+            self._lease.end()
         self._waits.decide(ended, change)
         if self._member.id not in remaining:
             self._closing = True
         elif self._watch.suspicions:
+            self._report_apart()
             self._begin_vote(anew=True)
 
     def _give_up_without_quorum(self) -> None:
@@ -417,13 +478,12 @@ class Membership:
         if age > self._options.peer_timeout and (
             lacking or age > self._options.peer_timeout + self._options.timeout
         ):
-            reasons = "; ".join(each.reason for each in self._watch.suspicions.values())
-            machines = len(generation.machines)
             self._fail(
-                OutsideWorld(
-                    f"The run can't continue on machine {self._member.machine} "
-                    f"({self._member.host}): it reaches {len(reached)} of {machines} machines, "
-                    f"which doesn't suffice to decide ({reasons or 'no decision was made'})."
+                without_quorum(
+                    self._member,
+                    f"{len(reached)} of {many(len(generation.machines), 'machine')}",
+                    [each.reason for each in self._watch.suspicions.values()],
+                    was_stopped=self._watch.was_stopped,
                 )
             )
 
@@ -441,5 +501,7 @@ class _Guard:
         if isinstance(error, CommError):
             self._fail(error)
         elif isinstance(error, Exception):
-            self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
+            failed = OutsideWorld(f"The membership failed: {type(error).__name__}: {error}.")
+            failed.remedy = "Start the same command again."
+            self._fail(failed)
         return isinstance(error, Exception)

@@ -42,6 +42,7 @@ from paceline.errors import CommError, CommTimeout, ConfigError
 
 _KEY = "server/registration"
 _PAUSE_S = 0.05
+_LOOK_S = 0.25  # between two looks at the lease of a server that is to answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,22 +310,41 @@ def await_server(
 
 
 def invite(
-    store: PolledStore, registration: Registration, invitation: Invitation, limit: float
+    store: PolledStore,
+    registration: Registration,
+    invitation: Invitation,
+    own_process: ProcessIdentity,
+    limit: float,
 ) -> None:
     """Invite a server; rank 0 does.
 
+    Args:
+        store: the start's.
+        registration: the server's.
+        invitation: what it is to serve.
+        own_process: this process.
+        limit: seconds to wait for the answer.
+
     Raises:
         ConfigError: it refuses; says why.
-        CommTimeout: it didn't answer in time.
+        CommError: it has ended, or didn't answer in time.
         PeerLost: another process gave a reason for the run's end.
     """
     prefix, name = f"server/{registration.id}", name_of(registration)
     answer = f"{prefix}/{_answer_to(invitation.purpose)}"
     store.set(f"{prefix}/invitation", invitation.to_text())
-    try:
-        await_keys(store, [answer], limit, lambda _: f"{name} didn't answer.")
-    except CommTimeout as error:
-        raise CommError(f"{name} didn't answer within {limit:g} s: check its output.") from error
+    watch, ends = LeaseWatch(store, registration, own_process), time.monotonic() + limit
+    while True:
+        left = ends - time.monotonic()
+        try:
+            await_keys(store, [answer], min(_LOOK_S, left), lambda _: f"{name} didn't answer.")
+            break
+        except CommTimeout as error:
+            if (verdict := watch.verdict()).state == "dead":
+                raise CommError(f"{name} has ended: {verdict.reason}.") from error
+            if left <= _LOOK_S:
+                what = f"{name} didn't answer within {limit:g} s: check its output."
+                raise CommError(what) from error
     refusal = store.get(answer).decode()
     if refusal != "serves":
         raise ConfigError(f"{name} refuses to serve this run: {refusal}")

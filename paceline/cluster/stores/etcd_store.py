@@ -63,6 +63,11 @@ class EtcdStore(CompareAndSetStore):
         self._renew_at = 0.0
         self.incarnation()  # raises where the cluster can't be used
 
+    @property
+    def host(self) -> str:
+        endpoints = EtcdAddress.of(self.address).endpoints
+        return endpoints[0].rpartition(":")[0].strip("[]") if len(endpoints) == 1 else ""
+
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         found: list[bytes | None] = []
         for start in range(0, len(keys), _RANGES):

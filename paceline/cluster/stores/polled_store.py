@@ -56,6 +56,11 @@ class PolledStore(Store):
         """Return what changes when a server starts anew and may have lost writes; "" for none."""
         return ""
 
+    @property
+    def host(self) -> str:
+        """The host of its server; "" where that is none, or one of several."""
+        return ""
+
     def persist(self, key: str) -> None:
         """Bring a key's value to the disk, in kinds of stores that keep it there."""
 

@@ -78,6 +78,10 @@ class RedisStore(PolledStore):
         with self._translated_errors():
             self._client.ping()
 
+    @property
+    def host(self) -> str:
+        return urlsplit(self.address).hostname or ""
+
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._translated_errors():
             values: Any = self._client.hmget(self.space, list(keys))

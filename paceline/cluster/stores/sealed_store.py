@@ -51,6 +51,10 @@ class SealedStore(CompareAndSetStore):
     def delete_key(self, key: str) -> bool:
         return self._inner.delete_key(key)
 
+    @property
+    def host(self) -> str:
+        return self._inner.host
+
     def incarnation(self) -> str:
         return self._inner.incarnation()
 

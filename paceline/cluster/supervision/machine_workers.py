@@ -9,7 +9,8 @@ The first report in the store is the run's, and every machine prints it.
 
 A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
 continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
-does. An error of a worker's own ends the run, because another worker would meet it too.
+does. An error of a worker's own ends the run, because another worker would meet it too. The workers
+don't continue without a server of merges: they save their state, and end by themselves.
 
 Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
 what saving takes. Nothing is on the disk: a worker's error file is memory of this process.
@@ -38,7 +39,6 @@ from paceline.errors import ConfigError, PacelineError
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
-_REPORT_S = 1.0  # of those, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
@@ -74,10 +74,11 @@ class MachineWorkers:
         """By local rank, those whose end is no event yet."""
 
         self._lost: dict[str, FailureReport] = {}
-        """By their names at that time, how workers ended whose loss the others survive."""
+        """By their names at that time, how workers ended whose loss the others survive; and how
+        the server did."""
 
         self._isolated = False  # all workers here are lost; other machines may continue
-        self._hurried = False  # a second signal came
+        self._store_lost = False  # with the machine that served it
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -104,12 +105,11 @@ class MachineWorkers:
                     )
                     failure = first or failure
                 self._signal(signal.SIGTERM)
-                ended = self._ended_within(_REPORT_S, hurry=True)
+                self._end()
                 self._report_failure(failure)  # the last line: workers reported what they saved
-                if not ended:
-                    self._end()
         finally:
             self._signal(signal.SIGKILL)
+            self._store_lost = self._has_lost_store()
             self._resources.close()
         self._deregister(failure)
         return failure
@@ -162,7 +162,7 @@ class MachineWorkers:
         """Wait until the workers have ended, well (None) or with the reason for the run's end."""
         failures: list[FailureReport] = []
         deadline: float | None = None
-        while self._workers or failures:
+        while (self._workers and not self._all_lost) or failures:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
@@ -173,7 +173,7 @@ class MachineWorkers:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        if not failures and len(self._lost) < self._plan.workers:
+        if not failures and not self._all_lost:
             if self._lost:
                 names = ", ".join(self._lost)
                 self._report(f"the run is finished; it continued without {names}.")
@@ -209,9 +209,16 @@ class MachineWorkers:
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
-        if self._workers:
+        if local_rank == self._plan.workers:
+            self._report(f"{failure.text} The workers save their state, and the run ends.")
+        elif self._workers:
             self._report(f"{failure.text} The other workers continue.")
         return None
+
+    @property
+    def _all_lost(self) -> bool:
+        """Whether all workers are lost; a server may still wait for others."""
+        return len(self._lost.keys() - {self._name(self._plan.workers)}) == self._plan.workers
 
     def _report_exit(self, local_rank: int, name: str, text: str, *, failed: bool) -> None:
         if self._endpoint is not None:
@@ -228,8 +235,7 @@ class MachineWorkers:
 
     def _end(self) -> None:
         """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
-        limit = _SAVE_S if self._hurried else _TERM_S
-        if self._ended_within(limit - _REPORT_S, hurry=True):
+        if self._ended_within(_TERM_S, hurry=True):
             return
         self._signal(signal.SIGKILL)
         deadline = time.monotonic() + _REAP_S
@@ -252,7 +258,6 @@ class MachineWorkers:
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
             if hurry and isinstance(event, signal.Signals):
-                self._hurried = True
                 deadline = min(deadline, started + _SAVE_S)
             if left <= 0:
                 return False
@@ -268,7 +273,13 @@ class MachineWorkers:
             try:
                 self._run.deregister(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
-                self._report(f"the rendezvous couldn't be cleaned up: {error}")
+                if not self._store_lost:
+                    self._report(f"the rendezvous couldn't be cleaned up: {error}")
+
+    def _has_lost_store(self) -> bool:
+        """Return whether the run continued without the machine that serves its store."""
+        served = self._run.registered.rendezvous.served_by_run
+        return served and self._endpoint is not None and self._endpoint.is_lost(0)
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():

@@ -25,6 +25,7 @@ class Breaks:
         self._after(trainer.precision, "backward_and_update", "end")
         self._before(trainer.optimizer, "zero_grad", "update")
         self._before(trainer.steps, "finish", "finish")
+        self._before(trainer.replica, "state", "gathering")
         self._before(trainer.replica, "enter_generation", "entering")
         self._after(trainer.replica, "enter_generation", "entered")
         trainer.model.register_forward_pre_hook(self._forward)

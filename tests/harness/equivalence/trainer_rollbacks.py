@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
 from paceline.cli.flags import parse
-from paceline.cluster.membership.backup_holder import missing_parts
+from paceline.cluster.membership.backup_holder import holder_of, missing_parts
 from paceline.cluster.membership.generation import Ancestor, Group
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
@@ -101,6 +101,7 @@ class TrainerRollbacks:
         from_disk: for each generation but the first, whether it went on from a checkpoint or the
             beginning.
         recorded: the numbers of further generations that were recorded in run folders.
+        to_holders: whether a member hands over its part to its backup holder, not to the first one.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -115,10 +116,13 @@ class TrainerRollbacks:
     announced: Callable[[Path], bool] = lambda path: True
     from_disk: list[bool] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
+    to_holders: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
-    _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
+    _parts: defaultdict[tuple[int, int], list[OwnPart]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _snapshots: dict[int, StepSnapshots] = field(default_factory=dict)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _durable: set[int] = field(default_factory=lambda: {0})  # steps of announced checkpoints
@@ -133,7 +137,8 @@ class TrainerRollbacks:
         _write_images(data)
         torch.manual_seed(1)  # here: the ranks' threads have one generator
         config = self._config(str(data))
-        start = build_model(config.model.name, num_labels=10, num_channels=3)
+        labels = config.data.num_labels
+        start = build_model(config.model.name, num_labels=labels, num_channels=3)
         save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
 
@@ -173,7 +178,7 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number] if c.rank == self._present(number)[0] else []
+            parts = self._parts[number, c.rank]
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
@@ -236,7 +241,7 @@ class TrainerRollbacks:
             self.starts.append(start.step)
             self.handed_over.append([])
         if was_in and not is_in:
-            self._parts[number].append(own.restore(start)[1])
+            self._parts[number, self._taker(c, number)].append(own.restore(start)[1])
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
@@ -252,6 +257,9 @@ class TrainerRollbacks:
         own, member = self._snapshots[c.rank].commits, f"start-{c.rank}"
         if (writer := self._writers[c.rank]) is not None:
             writer.wait()
+        if backups.prompt:
+            backups.backups[member].close()  # it has sent everything
+            meet(c)
         backups.records[member].promise()
         meet(c)
         lost = {f"start-{rank}" for rank in self._parked(number)}
@@ -285,6 +293,15 @@ class TrainerRollbacks:
     def _announce(self, checkpoint: Checkpoint, path: Path) -> None:
         if self.announced(path):
             self._durable.add(checkpoint.step)
+
+    def _taker(self, c: Communicator, number: int) -> int:
+        """Return the member that gets the part of one that leaves."""
+        if not self.to_holders:
+            return self._present(number)[0]
+        group = self._group(c, number - 1)
+        holder = holder_of(group.generation, group.rank)
+        assert holder is not None
+        return self._present(number - 1)[holder]
 
     def _present(self, number: int) -> list[int]:
         """Return the members that are in a generation."""

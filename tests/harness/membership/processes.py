@@ -24,6 +24,7 @@ class Faults:
     void_from_start: bool = False
     parent_only: bool = False
     finds_checkpoints: bool = False
+    asks_acceptors_only: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,3 +94,8 @@ class Message:
     to: str  # an acceptor; "": the worker
     content: Request | Answer | Generation  # a generation: the decided one
     about: Generation
+    number: int  # how many messages were sent before it
+
+    def overtakes(self, other: Message) -> bool:
+        """Return whether the other was sent earlier, by the same process to the same acceptor."""
+        return self.number > other.number and self.worker is other.worker and self.to == other.to

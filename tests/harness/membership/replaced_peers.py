@@ -122,7 +122,7 @@ class Participant:
                 acceptor=acceptor,
                 options=EvidenceOptions(peer_timeout=LIMIT, timeout=LIMIT),
             )
-            self.link = wiring.MemberLink(self.membership, generation)
+            self.link = wiring.MemberLink(self.membership, generation, None)
             stack.callback(self.link.close)
             self._build(group, stack)
             self._stack = stack.pop_all()

@@ -59,7 +59,7 @@ class Schedule:
     def __init__(self, seed: int, faults: Faults = _NO_FAULTS, theme: str = "") -> None:
         rng = self.rng = random.Random(seed)
         theme = theme or rng.choice(_THEMES)
-        self.fair = theme == "fair"
+        self.theme, self.fair = theme, theme == "fair"
         self.world = world = World(
             rng,
             rng.choice(_SHAPES_OF.get(theme, SHAPES)),
@@ -98,17 +98,24 @@ class Schedule:
                 self._kill: 0.3,
                 self._cut: 2.0,
                 self._join: 3.0,
+                self._kill_informed: rng.choice((0.0, 4.0)),
                 self._lose_witness: rng.choice((0.0, 0.5)),
             }
         elif theme == "rivals":
             world.loss = rng.choice((0.0, 0.1))
             world.dying = rng.choice((0.0, 0.03, 0.1))
             self.false = 0.3
+            world.isolation = rng.choice((0.0, 0.5))
             weights |= {self._vote: 14.0, self._expire: 8.0, self._kill: 0.1}
             weights |= {self._cut: rng.choice((0.0, 4.0))}
         elif theme == "growth":
             world.loss = rng.choice((0.0, 0.2))
-            weights |= {self._kill: 0.5, self._kill_owner_and_holder: 1.0, self._join: 4.0}
+            weights |= {
+                self._kill: 0.5,
+                self._kill_owner_and_holder: 1.0,
+                self._kill_informed: rng.choice((0.0, 6.0)),
+                self._join: 4.0,
+            }
         self._events = rng.choices(list(weights), list(weights.values()), k=_EVENTS)
 
     def run(self) -> Outcome:
@@ -216,6 +223,28 @@ class Schedule:
         else:
             world.kill_machine(worker.machine)
 
+    def _kill_informed(self) -> None:
+        """Kill most of those that know the newest generation, while a member doesn't know it.
+
+        What they have sent is lost with them.
+        """
+        world, newest = self.world, self.world.oracle.newest
+        if newest is world.first:
+            return
+        records = {machine: machine.record.generation for machine in world.machines.values()}
+        informed = [one for one, known in records.items() if known and known.id == newest.id]
+        members = {world.machines[number] for number in newest.machines}
+        if not informed or all(one in informed for one in members if one.alive):
+            return
+        for machine in informed:
+            chance = self.rng.random()
+            if chance < 0.4:
+                world.kill_machine(machine)
+            elif chance < 0.8:
+                for worker in machine.workers:
+                    world.kill(worker)
+        world.lose_outcomes()
+
     def _kill_owner_and_holder(self) -> None:
         world, owner = self.world, self._any_worker()
         holder = world.oracle.backups[owner.generation.id].get(owner.id)
@@ -271,7 +300,8 @@ class Schedule:
         joined = (member for one in successors for member in one.members)
         happened["joiners"] += len({member.id for member in joined if member.id.startswith("j")})
         happened["generations"] += len(successors)
-        happened["chains of three generations"] += len(successors) >= 3
+        happened["chains of three generations"] += len(successors) >= 2
+        happened["chains of four generations"] += len(successors) >= 3
         return Outcome(happened=happened, generations=len(successors), promised=promised)
 
 

@@ -46,7 +46,7 @@ class Training:
         self._connected, self._faults = connected, faults
         self._interval, self._parts = interval, parts
         self.entered: dict[str, dict[str, int]] = {}  # by generation: completed steps of members
-        self._sent: dict[tuple[str, int], set[str]] = {}  # owners of parts that were sent
+        self._sent: dict[tuple[str, int], list[str]] = {}  # owners of parts that were sent
 
     def enter(self, worker: Worker, generation: Generation, step: int) -> None:
         """Begin a generation with a worker."""
@@ -86,7 +86,7 @@ class Training:
         if self._faults.keeps_two:
             memory = dict(list(memory.items())[-2:])
         if self._parts:
-            self._sent.setdefault((generation.id, step), set()).add(worker.id)
+            self._sent.setdefault((generation.id, step), []).append(worker.id)
         self.acknowledge(worker, memory)
 
     def exchange(self, worker: Worker, chance: float) -> None:

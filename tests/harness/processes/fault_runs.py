@@ -24,23 +24,29 @@ from tests.harness.processes.command import Command, Result
 from tests.harness.processes.fork_server import environment_of
 from tests.harness.processes.run_folders import events, wait_until, wait_until_step
 
+SINGLE = ("--model", f"{__name__}:single")
 WORKERS = 3
-FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
 EPOCH_SIZE, BATCH = 70, 12  # samples
+FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
 LIMIT = 90.0
-_WORDS = (
-    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
+EXACT = 1e-10  # of the weights of float64, where sums have another order
+TASK = (
+    *("--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
-    *("--batch_size", str(BATCH), "--base_learning_rate", "0.01", "--warmup_epochs", "0"),
-    *("--model", f"{__name__}:observed", "--run_id", "r", "--decode_threads", "1"),
+    *("--base_learning_rate", "0.01", "--warmup_epochs", "0", "--seed", "1"),
+    *("--decode_threads", "1"),
 )
+"""Flags of what is trained, besides the batch and the numbers of workers and epochs."""
+
+_WORDS = ("train", *TASK, "--model", f"{__name__}:observed", "--run_id", "r")
 
 
-class ObservedNet(nn.Module):
-    """A net in float64 without batch statistics, which waits for the kill and saves its weights."""
+class FaultNet(nn.Module):
+    """A net without batch statistics."""
 
-    def __init__(self, num_labels: int) -> None:
+    def __init__(self, num_labels: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
+        self.dtype = dtype
         self.body = nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=2),
             nn.Tanh(),
@@ -48,7 +54,19 @@ class ObservedNet(nn.Module):
             nn.Linear(8 * 7 * 7, 16),
             nn.Tanh(),
             nn.Linear(16, num_labels),
-        ).double()
+        ).to(dtype)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.body(images.to(self.dtype))
+        return logits
+
+
+class ObservedNet(FaultNet):
+    """The same net, which waits for the kill and saves its weights."""
+
+    def __init__(self, num_labels: int, dtype: torch.dtype) -> None:
+        super().__init__(num_labels, dtype)
+        torch.set_num_threads(1)  # bits don't depend on the number of workers of a machine
         self.trained = 0
 
     def forward(self, images: Tensor) -> Tensor:
@@ -58,12 +76,22 @@ class ObservedNet(nn.Module):
             self.trained += 1
             if self.trained > LAST_KILL:
                 wait_until(Path("killed").exists, LIMIT)
-        return self.body(images.double())
+        return super().forward(images)
 
 
 def observed(num_labels: int) -> nn.Module:
-    """Make the net, for `--model`."""
-    return ObservedNet(num_labels)
+    """Make the net in float64, for `--model`."""
+    return ObservedNet(num_labels, torch.float64)
+
+
+def single(num_labels: int) -> nn.Module:
+    """Make the net in float32, whose gradients lossy wires encode."""
+    return ObservedNet(num_labels, torch.float32)
+
+
+def unobserved(num_labels: int) -> nn.Module:
+    """Make the same net for threads of a test."""
+    return FaultNet(num_labels)
 
 
 def weights_file(folder: Path, pid: int) -> Path:
@@ -72,40 +100,56 @@ def weights_file(folder: Path, pid: int) -> Path:
 
 
 class FaultRun:
-    """A run of three workers on one machine, in the middle of which processes are killed.
+    """A run on machines of this host, in the middle of which processes are killed.
 
     Args:
         folder: where it runs; its run folder is `runs/r`.
-        words: further words of the command.
-        workers: the number of workers.
+        words: further words of the command, among them the rendezvous of several machines.
+        machines: the number of workers of each machine; the machines divide the batch equally.
         epochs: the number of epochs.
 
     Attributes:
         folder: where it runs.
         count: the number of workers.
-        pids: by local rank, the processes of the workers, once `reach` has returned.
+        pids: by rank of the first generation, the processes of the workers, once `reach` has
+            returned.
     """
 
     def __init__(
-        self, folder: Path, *words: str, workers: int = WORKERS, epochs: int = EPOCHS
+        self,
+        folder: Path,
+        *words: str,
+        machines: tuple[int, ...] = (WORKERS,),
+        epochs: int = EPOCHS,
     ) -> None:
-        self.folder = folder
-        self._words = (*_WORDS, "--num_workers", str(workers), "--num_epochs", str(epochs), *words)
-        self.count = workers
-        self._command = Command(*self._words, folder=folder)
+        folder.mkdir(exist_ok=True)
+        self.folder, self.count = folder, sum(machines)
+        self._machines = machines
+        batch, shards = str(BATCH // len(machines)), str(len(machines))
+        given = ("--batch_size", batch, "--num_shards", shards, "--num_epochs", str(epochs))
+        self._words = (*_WORDS, *given, *words)
+        self._commands = self._start()
         self.pids: dict[int, int] = {}
+        self._servers: list[psutil.Process] = []
 
     @property
     def run_folder(self) -> Path:
         return self.folder / "runs" / "r"
 
     def reach(self, step: int) -> None:
-        """Wait until rank 0 has completed a step, and find the workers."""
+        """Wait until rank 0 has completed a step in the first generation, and find the workers."""
         wait_until_step(self.run_folder, step, generation=0, limit=LIMIT)
-        for process in self._command.family():
-            variables = environment_of(process)
-            worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
-            self.pids[worker.local_rank] = process.pid
+        if self.pids:
+            return
+        for command in self._commands:
+            for process in command.family():
+                variables = environment_of(process)
+                worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
+                first = sum(self._machines[: worker.machine])
+                if worker.local_rank == self._machines[worker.machine]:  # it follows the workers'
+                    self._servers.append(process)
+                else:
+                    self.pids[first + worker.local_rank] = process.pid
         assert sorted(self.pids) == list(range(self.count))
 
     def reach_checkpoint(self) -> None:
@@ -116,41 +160,65 @@ class FaultRun:
 
         wait_until(recorded, LIMIT)
 
-    def kill(self, *local_ranks: int) -> None:
+    def kill(self, *ranks: int) -> None:
         """Kill workers at once: none of them makes a step after the loss of another."""
-        victims = [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]
+        victims = [psutil.Process(self.pids[rank]) for rank in ranks]
         for victim in victims:
             victim.suspend()
         for victim in victims:
             victim.kill()
 
-    def kill_supervisor(self) -> None:
-        """Kill the supervisor alone."""
-        self._command.send(signal.SIGKILL)
+    def kill_supervisor(self, machine: int = 0) -> None:
+        """Kill a machine's supervisor alone."""
+        self._commands[machine].send(signal.SIGKILL)
 
     def release(self) -> None:
         """Let the workers leave step `LAST_KILL`: no kill follows."""
         (self.folder / "killed").touch()
 
     def wait(self) -> Result:
-        """Wait for the end of the supervisor and of all workers."""
-        return self._command.wait(LIMIT)
+        """Wait for the end of machine 0's supervisor and its workers."""
+        return self.wait_all()[0]
+
+    def wait_all(self) -> list[Result]:
+        """Wait for the end of all machines' supervisors and workers."""
+        return [command.wait(LIMIT) for command in self._commands]
 
     def again(self) -> Result:
         """Start the same command again; wait for its end."""
-        return Command(*self._words, folder=self.folder).wait(LIMIT)
+        self._commands = self._start()
+        return self.wait()
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes of the workers."""
         return [psutil.Process(pid) for pid in self.pids.values()]
 
-    def weights_of(self, local_rank: int) -> Mapping[str, Tensor]:
+    def servers(self) -> list[psutil.Process]:
+        """Return the server of merges, if the run has one, once `reach` has returned."""
+        return self._servers
+
+    def starts(self) -> list[int]:
+        """Return the steps from which the generations after the first one continued."""
+        found = {
+            event["generation"]: event["start"]
+            for rank in range(self.count)
+            for event in events(self.run_folder, rank)
+            if event["event"] == "run" and event["generation"]
+        }
+        return [found[generation] for generation in sorted(found)]
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of a step."""
+        return self.run_folder / "checkpoints" / f"step-{step:08}.pt"
+
+    def weights_of(self, rank: int) -> Mapping[str, Tensor]:
         """Return the weights that a worker's process had in its last evaluation."""
-        return load(weights_file(self.folder, self.pids[local_rank]))
+        return load(weights_file(self.folder, self.pids[rank]))
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that the run has left."""
-        return load(self.run_folder / "observed_model.pt")
+        (path,) = self.run_folder.glob("*_model.pt")
+        return load(path)
 
     def evaluated(self) -> set[int]:
         """Return the processes that evaluated at least once."""
@@ -164,6 +232,15 @@ class FaultRun:
             if any(event["event"] == "end" for event in events(self.run_folder, rank))
         ]
 
+    def _start(self) -> list[Command]:
+        return [
+            Command(
+                *(*self._words, "--num_workers", str(workers), "--shard_id", str(machine)),
+                folder=self.folder,
+            )
+            for machine, workers in enumerate(self._machines)
+        ]
+
 
 def load(path: Path) -> Mapping[str, Tensor]:
     """Read saved weights."""
@@ -174,6 +251,13 @@ def load(path: Path) -> Mapping[str, Tensor]:
 def proof_of(run_folder: Path) -> Proof:
     """Read a run's ledger."""
     return prove((member, read_events(path)) for member, path in find_event_files(run_folder))
+
+
+def requires_exact(run: FaultRun) -> None:
+    """Require that the run's files prove that each sample was trained once, in all epochs."""
+    proof = proof_of(run.run_folder)
+    assert proof.exact, proof.faults
+    assert proof.done == proof.extent.steps * proof.extent.epochs
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

@@ -1,8 +1,9 @@
 """Requests to a run's processes on this machine: stop, and how the run stands.
 
 A record is believed only where the process that it names runs on this machine, and is the one that
-holds the socket (SO_PEERCRED). A machine's supervisor is asked first: it ends its workers. Where it
-was killed, each worker is asked. A process that doesn't answer gets SIGTERM.
+holds the socket (SO_PEERCRED). A machine's supervisor is asked first: it ends its workers before
+itself. Where it was killed, also while it was asked, each worker is asked. A process that doesn't
+answer gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,6 @@ def stop_run(run: Path, timeout: float) -> StopResult:
     """
     processes = RunProcesses.of(run)
     deadline = time.monotonic() + timeout
-    refused = []
     with ExitStack() as stack:
         handles = {}
         for record in processes.here:
@@ -67,12 +67,13 @@ def stop_run(run: Path, timeout: float) -> StopResult:
             if handle is not None:
                 stack.callback(os.close, handle)
                 handles[record] = handle
-        for record in first_asked(handles):
-            try:
-                _ask_to_stop(record, handles[record])
-            except (CommError, PermissionError) as error:
-                refused.append(f"{name_of(record)}: {error}")
-        running = _await_end(handles, deadline) if not refused else set(handles)
+        running = dict(handles)
+        refused = _ask_to_stop(first_asked(running), handles)
+        while not refused and (ended := _await_end(running, deadline)):
+            running = {record: handles[record] for record in running if record not in ended}
+            killed = {record.machine for record in ended if record.role == "supervisor"}
+            orphans = [record for record in running if record.machine in killed]
+            refused = _ask_to_stop(orphans, handles)
     return StopResult(
         ended=tuple(record for record in processes.here if record not in running),
         running=tuple(record for record in processes.here if record in running),
@@ -133,7 +134,18 @@ def name_of(record: MemberRecord) -> str:
     return f"{record.role} {record.id} (process {process.pid} on {process.host})"
 
 
-def _ask_to_stop(record: MemberRecord, handle: int) -> None:
+def _ask_to_stop(records: Iterable[MemberRecord], handles: Mapping[MemberRecord, int]) -> list[str]:
+    """Ask processes to stop; return why some refused."""
+    refused = []
+    for record in records:
+        try:
+            _ask_one_to_stop(record, handles[record])
+        except (CommError, PermissionError) as error:
+            refused.append(f"{name_of(record)}: {error}")
+    return refused
+
+
+def _ask_one_to_stop(record: MemberRecord, handle: int) -> None:
     """Raise CommError or PermissionError if the process refuses."""
     try:
         ask(record, Request(kind="stop"))
@@ -154,16 +166,11 @@ def _open_process(record: MemberRecord) -> int | None:
     return handle
 
 
-def _await_end(handles: dict[MemberRecord, int], deadline: float) -> set[MemberRecord]:
-    """Wait for the end of processes; return those that still run at the deadline."""
-    poll, running = select.poll(), {handle: record for record, handle in handles.items()}
-    for handle in running:
+def _await_end(handles: Mapping[MemberRecord, int], deadline: float) -> set[MemberRecord]:
+    """Wait for the first ends of processes; return those that ended, none at the deadline."""
+    poll = select.poll()
+    for handle in handles.values():
         poll.register(handle, select.POLLIN)
-    while running:
-        left = deadline - time.monotonic()
-        for handle, _ in poll.poll(max(0.0, left * 1000)):
-            poll.unregister(handle)
-            del running[handle]
-        if left <= 0:
-            break
-    return set(running.values())
+    left = deadline - time.monotonic()
+    ended = {handle for handle, _ in poll.poll(max(0.0, left * 1000))} if handles else set()
+    return {record for record, handle in handles.items() if handle in ended}

@@ -1,0 +1,229 @@
+"""Machines of a run are lost, or lose each other: one side continues, and the other one stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness.network.machine_runs import EPOCHS, STEPS, MachineRun
+from tests.harness.network.redis_server import redis_server
+from tests.harness.network.switched_machines import Switch, switched_machines
+from tests.harness.processes.command import Result
+from tests.harness.processes.run_folders import events, wait_until
+
+FOLDER = ("--file_store_path", "../meet")
+ALLREDUCE = ("--sync", "allreduce")
+SHARDED = ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.0001")
+REACHED = 13  # the leader has saved two epochs
+
+
+@contextmanager
+def started(
+    folder: Path,
+    switch: Switch,
+    *words: str,
+    workers: tuple[int, ...],
+    peer_timeout: float = 2.0,
+    output: str = "runs",
+) -> Iterator[MachineRun]:
+    """Start a run inside the block, and let it reach its middle."""
+    (folder / "meet").mkdir()
+    run = MachineRun(
+        folder, switch, *words, workers=workers, peer_timeout=peer_timeout, output=output
+    )
+    try:
+        run.reach(REACHED)
+        yield run
+    finally:
+        run.end()
+
+
+@pytest.fixture
+def pair() -> Iterator[Switch]:
+    with switched_machines(2) as made:
+        yield made
+
+
+@pytest.fixture
+def three() -> Iterator[Switch]:
+    with switched_machines(3) as made:
+        yield made
+
+
+def master(switch: Switch) -> tuple[str, ...]:
+    """Return the words of a rendezvous that can be no witness: machine 0 serves it."""
+    return ("--master", f"{switch.machines[0].address}:29500")
+
+
+@contextmanager
+def redis_on(switch: Switch) -> Iterator[tuple[str, ...]]:
+    """Run a Redis server at the switch; yields the words of the rendezvous there."""
+    inside = ("ip", "netns", "exec", switch.name)
+    with redis_server(address=switch.address, inside=inside) as url:
+        yield ("--redis_url", url)
+
+
+def casting(switch: Switch, machine: int) -> str:
+    """Return what the run reports of the machine that has the casting vote of two."""
+    return (
+        f"The loss of machine {machine} ({switch.machines[machine].name}) would stop the run: it "
+        "has the casting vote of 2 machines, because there is no witness (a shared folder, Redis "
+        "or etcd)."
+    )
+
+
+def requires_exact(run: MachineRun, *machines: int) -> None:
+    """Require that these machines' files prove that each sample was trained once."""
+    proof = run.proof(*machines)
+    assert proof.exact, proof.faults
+    assert proof.done == STEPS * EPOCHS
+
+
+def requires_stopped(run: MachineRun, machine: int, ended: Result, sentence: str) -> None:
+    """Require that a machine stopped with a sentence, and that its newest state is on its disk."""
+    assert ended.status == 1, ended.text
+    assert sentence in ended.text.splitlines()[-1], ended.text
+    assert "Traceback" not in ended.text
+    saved = [line for line in ended.text.splitlines() if " is saved in runs/r" in line]
+    assert len(saved) == 1, ended.text
+    assert f"the state after {newest(run, machine)} steps" in saved[0]
+    files = [path for path in events(run.run_folder(machine)) if path["event"] == "step"]
+    assert all(each["generation"] == 0 for each in files)
+
+
+def newest(run: MachineRun, machine: int) -> int:
+    """Return the number of steps in the newest checkpoint of a machine."""
+    return max(int(name[5:-3]) for name in run.checkpoints(machine))
+
+
+def test_the_smaller_machine_continues_alone_where_a_folder_is_the_witness(
+    pair: Switch, tmp_path: Path
+) -> None:
+    with started(tmp_path, pair, *FOLDER, *SHARDED, workers=(2, 1)) as run:
+        for process in run.processes(0):
+            process.kill()
+        run.release()
+        lost, ended = run.wait(0), run.wait(1)
+    assert "The run continues after the loss of any one of its machines." in lost.text
+    assert ended.status == 0, ended.text
+    assert "1 process continues from step " in ended.text
+    assert "would stop the run" not in ended.text
+    requires_exact(run, 1)
+
+
+def test_without_a_witness_the_run_stops_with_the_casting_machine_and_resumes(
+    pair: Switch, tmp_path: Path
+) -> None:
+    with started(tmp_path, pair, *master(pair), *ALLREDUCE, workers=(1, 1)) as run:
+        assert run.checkpoints(1) == set()
+        for process in run.processes(0):
+            process.kill()
+        run.release()
+        lost, ended = run.wait(0), run.wait(1)
+        assert casting(pair, 0) in lost.text
+        requires_stopped(run, 1, ended, "it reaches 1 of 2 machines, which doesn't suffice")
+        (saved,) = run.checkpoints(1)
+        (run.run_folder(0) / "checkpoints" / saved).unlink(missing_ok=True)
+        again = run.again()
+    assert [each.status for each in again] == [0, 0], again
+    place = f"on machine 1 ({pair.machines[1].name})"
+    assert f"Resuming from runs/r/checkpoints/{saved} {place}: " in again[0].text
+    requires_exact(run, 0, 1)
+
+
+@pytest.mark.parametrize("witness", ["none", "redis"])
+def test_of_two_machines_that_lose_each_other_one_continues(
+    pair: Switch, tmp_path: Path, witness: str
+) -> None:
+    words = redis_on(pair) if witness == "redis" else nullcontext(master(pair))
+    with words as given, started(tmp_path, pair, *given, *ALLREDUCE, workers=(2, 1)) as run:
+        pair.separate(0, 1)
+        run.release()
+        ends = {machine: run.wait(machine) for machine in (0, 1)}
+        pair.join(0, 1)
+    winner = next(machine for machine, end in ends.items() if end.status == 0)
+    loser = 1 - winner
+    assert witness == "redis" or winner == 0
+    requires_exact(run, winner)
+    sentence = "it reaches 1 of 2 machines, which doesn't suffice to decide ("
+    if witness == "redis":
+        sentence = f"has lost machine {winner}, where the run continues without it."
+    requires_stopped(run, loser, ends[loser], sentence)
+    continues = "and the run continues on other machines." in ends[loser].text
+    assert continues == (witness == "redis")
+    assert continues != ("the same command resumes it" in ends[loser].text)
+
+
+def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_path: Path) -> None:
+    with started(tmp_path, three, *master(three), *SHARDED, workers=(1, 1, 1)) as run:
+        three.unplug(0)
+        run.release()
+        stopped = run.wait(0)
+        before = run.contents(0)
+        three.plug(0)
+        ends = [run.wait(machine) for machine in (1, 2)]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert not any("cleaned up" in end.text for end in ends), ends
+    assert "The run continues after the loss of any one of its machines." in stopped.text
+    assert casting(three, 1) in ends[0].text
+    requires_exact(run, 1, 2)
+    requires_stopped(run, 0, stopped, "it reaches 1 of 3 machines, which doesn't suffice")
+    assert run.contents(0) == before
+
+
+def test_a_link_that_is_cut_alone_is_reported_as_that(three: Switch, tmp_path: Path) -> None:
+    with started(tmp_path, three, *FOLDER, *ALLREDUCE, workers=(1, 1, 1)) as run:
+        three.separate(1, 2)
+        run.release()
+        ends = [run.wait(machine) for machine in (0, 1, 2)]
+    assert sorted(end.status for end in ends) == [0, 0, 1], ends
+    lost = next(machine for machine, end in enumerate(ends) if end.status == 1)
+    reports = [event for event in events(run.run_folder(3 - lost), 3 - lost) if "causes" in event]
+    print(ends, reports)
+    requires_exact(run, *({0, 1, 2} - {lost}))
+
+
+def test_a_short_silence_changes_nothing(pair: Switch, tmp_path: Path) -> None:
+    with started(tmp_path, pair, *FOLDER, *SHARDED, workers=(1, 1), peer_timeout=60.0) as run:
+        pair.unplug(1)
+        run.release()
+        run.stand_still()
+        pair.plug(1)
+        stopped = run.processes(1)
+        for process in stopped:
+            process.suspend()
+        wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in stopped))
+        for process in stopped:
+            process.resume()
+        ends = [run.wait(machine) for machine in (0, 1)]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "continue from step" not in ends[0].text
+    assert all(event["generation"] == 0 for event in events(run.run_folder(0)) if "step" in event)
+    requires_exact(run, 0, 1)
+
+
+@pytest.mark.parametrize("supervised", [False, True], ids=["machine", "worker"])
+def test_an_expelled_leader_that_wakes_up_writes_nothing(
+    pair: Switch, tmp_path: Path, supervised: bool
+) -> None:
+    words = (*FOLDER, *SHARDED)
+    with started(tmp_path, pair, *words, workers=(1, 1), output="../shared") as run:
+        stopped = run.processes(0, supervised=supervised)
+        for process in stopped:
+            process.suspend()
+        run.release()
+        continued = run.wait(1)
+        before = run.contents(0)
+        for process in stopped:
+            process.resume()
+        woken = run.wait(0)
+    assert continued.status == 0, continued.text
+    requires_exact(run, 1)
+    assert woken.status == 1, woken.text
+    assert "continue without it" in woken.text.splitlines()[-1]
+    assert "is saved in" not in woken.text
+    assert run.contents(0).items() <= before.items()  # it removes its marks of a run that is active

@@ -1,0 +1,91 @@
+"""The fault suite's loops: processes of a script kill themselves at chosen moments of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.harness.processes.command import Result
+from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
+from tests.harness.processes.launcher_commands import run
+
+SCRIPT = ("-m", "tests.harness.library.fault_script")
+SAMPLES, EPOCHS = 50, 4
+
+
+def trained(folder: Path) -> list[Mapping[str, Tensor]]:
+    """Return the last weights of each process that trained to the end."""
+    return [load(path) for path in folder.glob("weights.*.pt")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[str, Tensor]]:
+    """Return the weights of one process, by the case."""
+    made: dict[str, Mapping[str, Tensor]] = {}
+
+    def train(name: str) -> Mapping[str, Tensor]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            ended = run("python", *SCRIPT, name, folder=folder)
+            assert ended.status == 0, ended.text
+            (made[name],) = trained(folder)
+        return made[name]
+
+    return train
+
+
+def launch(folder: Path, ranks: int, *words: str) -> Result:
+    return run("paceline", *SCRIPT, *words, folder=folder, ranks=ranks)
+
+
+def requires_exact(folder: Path) -> None:
+    proof = proof_of(folder)
+    assert proof.exact, proof.faults
+    assert [account.once for account in proof.accounts] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "moments"),
+    [
+        ("accumulation", 4, ("0:0:2:accumulated:1", "1:1:3:unscaled:0", "2:2:3:updated:1")),
+        ("sharded", 4, ("0:0:0:backward:0", "1:1:4:forward:2", "2:2:2:updated:0")),
+        ("allreduce", 3, ("0:1:0:forward:0", "1:2:4:between:1")),
+    ],
+)
+def test_a_loop_continues_whenever_in_its_steps_a_process_is_killed(
+    tmp_path: Path,
+    alone: Callable[[str], Mapping[str, Tensor]],
+    name: str,
+    ranks: int,
+    moments: tuple[str, ...],
+) -> None:
+    ended = launch(tmp_path, ranks, name, *moments)
+    assert ended.status == 0, ended.text
+    assert ended.text.count(" as generation ") == len(moments)
+    assert "Traceback" not in ended.text
+    requires_exact(tmp_path / "runs" / name)
+    weights = trained(tmp_path)
+    assert len(weights) == ranks - len(moments)
+    for each in weights:
+        assert distance(each, weights[0]) == 0
+        assert distance(each, alone(name if name == "accumulation" else "allreduce")) < EXACT
+
+
+@pytest.mark.parametrize("moment", ["0:1:0:evaluation:1", "0:1:0:total:0"])
+def test_a_loss_in_a_scripts_own_evaluation_ends_it_and_the_same_command_resumes_it(
+    tmp_path: Path, alone: Callable[[str], Mapping[str, Tensor]], moment: str
+) -> None:
+    ended = launch(tmp_path, 3, "totals", moment)
+    assert ended.status == 1
+    assert "was killed by SIGKILL" in ended.text
+    assert "in world.total(), which all ranks must call" in ended.text
+    assert "Traceback" not in ended.text
+    assert not trained(tmp_path)
+    again = launch(tmp_path, 3, "totals")
+    assert again.status == 0, again.text
+    requires_exact(tmp_path / "runs" / "totals")
+    for each in trained(tmp_path):
+        assert distance(each, alone("allreduce")) < EXACT

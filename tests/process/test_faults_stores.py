@@ -1,0 +1,155 @@
+"""The fault suite's stores: the store of a run is lost in mid-run, and then one of its workers.
+
+The store is served by machine 0's supervisor, by Redis or etcd, or it is a shared folder. The run
+has two machines, of two workers and one: with all but the first, the store is their witness, too.
+So each run loses a vote, and then a worker. It must train the same bits as a run that begins from
+the same step with the same workers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.reduce.rank_state import MISSED
+from paceline.state.checkpoint_files import read_checkpoint
+from tests.harness.network.etcd_server import etcd_server
+from tests.harness.network.ports import free_port
+from tests.harness.network.redis_server import redis_server
+from tests.harness.processes.fault_runs import (
+    EXACT,
+    FIRST_KILL,
+    SINGLE,
+    FaultRun,
+    distance,
+    requires_exact,
+)
+
+MACHINES, LEFT = (2, 1), (1, 1)
+SECOND_KILL = 14
+NOTIFIED = ("--sync", "notified", "--bucket_mb", "0.01")
+SYNCS = {
+    "allreduce": ("--sync", "allreduce"),
+    "replicated": NOTIFIED,
+    "sharded": (*NOTIFIED, "--update", "sharded"),
+    "int8": (*NOTIFIED, "--wire", "int8", *SINGLE),
+}
+Store = tuple[tuple[str, ...], Callable[[FaultRun], None]]
+"""The flags of a rendezvous, and what makes a run lose it."""
+
+
+@contextmanager
+def store_host(folder: Path) -> Iterator[Store]:
+    yield ("--master", f"127.0.0.1:{free_port()}"), FaultRun.kill_supervisor
+
+
+@contextmanager
+def redis(folder: Path) -> Iterator[Store]:
+    with ExitStack() as server:
+        url = server.enter_context(redis_server())
+        yield ("--redis_url", url), lambda run: server.close()
+
+
+@contextmanager
+def etcd(folder: Path) -> Iterator[Store]:
+    with ExitStack() as server:
+        endpoint = server.enter_context(etcd_server(folder))
+        yield ("--etcd", endpoint), lambda run: server.close()
+
+
+@contextmanager
+def shared_folder(folder: Path) -> Iterator[Store]:
+    def remove(run: FaultRun) -> None:
+        shutil.rmtree(path.rename(folder / "removed"))
+
+    path = folder / "meet"
+    path.mkdir()
+    yield ("--file_store_path", str(path)), remove
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], FaultRun]:
+    """Return an undisturbed run, which has a checkpoint of each step, by its exchange."""
+    made: dict[str, FaultRun] = {}
+
+    def train(sync: str) -> FaultRun:
+        if sync not in made:
+            saving = ("--checkpoint_steps", "1", "--keep_checkpoints", "99")
+            words = (*SYNCS[sync], *saving, "--master", f"127.0.0.1:{free_port()}")
+            made[sync] = FaultRun(tmp_path_factory.mktemp(sync), *words, machines=MACHINES)
+            requires_end(made[sync])
+        return made[sync]
+
+    return train
+
+
+def requires_end(run: FaultRun) -> None:
+    run.release()
+    for ended in run.wait_all():
+        assert ended.status == 0, ended.text
+
+
+@pytest.mark.parametrize(
+    ("store", "sync", "lost"),
+    [
+        (store_host, "allreduce", 0),
+        (store_host, "replicated", 1),
+        (store_host, "sharded", 0),
+        (store_host, "int8", 1),
+        (redis, "allreduce", 1),
+        (redis, "replicated", 0),
+        (redis, "sharded", 1),
+        (redis, "int8", 0),
+        (etcd, "sharded", 0),
+        (shared_folder, "allreduce", 0),
+        (shared_folder, "replicated", 1),
+        (shared_folder, "sharded", 0),
+        (shared_folder, "int8", 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_run_survives_the_loss_of_its_store_and_then_that_of_a_worker(
+    tmp_path: Path,
+    undisturbed: Callable[[str], FaultRun],
+    store: Callable[[Path], AbstractContextManager[Store]],
+    sync: str,
+    lost: int,
+) -> None:
+    with store(tmp_path) as (words, lose):
+        run = FaultRun(tmp_path, *SYNCS[sync], *words, machines=MACHINES)
+        run.reach(FIRST_KILL)
+        lose(run)
+        run.reach(SECOND_KILL)
+        run.kill(lost)
+        run.release()
+        ends = run.wait_all()
+    text = "".join(end.text for end in ends)
+    killed = -signal.SIGKILL if store is store_host else 0
+    assert [end.status for end in ends] == [killed, 0], text
+    assert "2 processes continue from step " in text
+    assert "Traceback" not in text
+    requires_exact(run)
+    left = [rank for rank in range(3) if rank != lost]
+    assert run.completed() == left
+    assert run.evaluated() <= set(run.pids.values())
+    (start,) = run.starts()
+    whole = undisturbed(sync)
+    replay = FaultRun(
+        tmp_path / "replay",
+        *SYNCS[sync],
+        *("--resume", str(whole.checkpoint(start)), "--master", f"127.0.0.1:{free_port()}"),
+        machines=LEFT,
+    )
+    requires_end(replay)
+    for rank in left:
+        assert distance(run.weights_of(rank), replay.weights()) == 0
+    if sync == "int8":
+        groups = read_checkpoint(whole.checkpoint(start))["exchange"][MISSED]
+        assert all(any(one.any() for one in group.values()) for group in groups)  # of each machine
+    else:
+        assert distance(replay.weights(), whole.weights()) < EXACT
