@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 from table import print_table
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 import paceline
 from paceline.models.zoo import build_model
@@ -88,14 +89,26 @@ def _measure(sync: str, steps: int, options: argparse.Namespace) -> list[str]:
     return [sync, str(steps), f"{step:.1f}", *numbers, f"{100 * share:.3f}"]
 
 
+class OneEpoch(Dataset[tuple[Tensor, int]]):
+    """Few images, again and again: no epoch ends, and so no checkpoint is written."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples, self._images = samples, torch.randn(8 * BATCH, 3, SIZE, SIZE)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index % len(self._images)], index % LABELS
+
+
 def work(sync: str, steps: int, model: str, folder: str) -> None:
     """Train as a worker; print what the parts took in the measured steps."""
     torch.set_num_threads(1)
     spent = {"acknowledge": 0.0}
     for name in CALLS:
         setattr(SnapshotCommits, name, _timed(getattr(SnapshotCommits, name), spent))
-    images = torch.randn(8 * BATCH, 3, SIZE, SIZE)
-    data = TensorDataset(images, torch.randint(0, LABELS, (len(images),)))
+    data = OneEpoch(BATCH * (WARM + steps + 1))
     with paceline.join(Path(folder) / "run", checkpoint_minutes=0) as world:
         net = build_model(model, num_labels=LABELS, num_channels=3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)

@@ -47,12 +47,12 @@ WIDTHS = [28, 6, 8, *[10] * len(PARTS), 8, 8, 8, 7, 6]
 def main() -> int:
     options = _parser().parse_args()
     print(f"{WORKERS} workers, {WORKERS - 1} kills a run; medians in seconds")
-    lines, failed = [TITLES], 0
+    failed = 0
     for model in options.model:
-        for name, found, failures in _measure(model, options):
-            lines.append(_line(f"{model}, {name}", found, failures))
-            failed += failures
-    print_table(lines, WIDTHS, markdown=options.markdown)
+        measured = _measure(model, options)
+        lines = [_line(f"{model}, {name}", found, failures) for name, found, failures in measured]
+        print_table([TITLES, *lines], WIDTHS, markdown=options.markdown)
+        failed += sum(failures for *_, failures in measured)
     return 1 if failed else 0
 
 
@@ -116,7 +116,7 @@ def _line(name: str, found: Sequence[Recovery], failures: int) -> list[str]:
         parts = [f"{median(each.parts[part] for each in found):.3f}" for part in PARTS]
     sums = [each.resumed for each in found]
     replays = [each.replayed - each.resumed for each in found]
-    intervals = [each.interval for each in found]
+    intervals = [each.interval for each in found if each.interval] or [0]
     return [
         *(name, str(len(found)), str(failures), *parts),
         *(f"{median(sums):.2f}", f"{np.percentile(sums, 98):.2f}", f"{median(replays):.2f}"),

@@ -55,7 +55,7 @@ class Moment:
 def moments(number: int) -> list[Moment]:
     """Return the moments of a run's kills, the same for all contenders."""
     draw = random.Random(number)
-    first = [Moment(draw.randint(16, 32), draw.random(), draw.random())]
+    first = [Moment(draw.randint(30, 45), draw.random(), draw.random())]
     return first + [
         Moment(draw.randint(3, 8), draw.random(), draw.random()) for _ in range(WORKERS - 2)
     ]
