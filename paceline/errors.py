@@ -131,7 +131,12 @@ class PeerLost(CommError):
             step 7".
         cause: why the connection ended.
         name: what the lost peer is called; "": by its rank.
+
+    Attributes:
+        remedy: what a command's user can do, a sentence.
     """
+
+    remedy = "Check the output of the lost process, and start the same command again."
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.supervisor import RESUMES, print_message, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
@@ -125,9 +125,9 @@ def _join_membership(
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
 
-    def rescue(*, leaderless: bool = False) -> str:
+    def rescue(*, leaderless: bool = False, resumes: str = RESUMES) -> str:
         steps = trainer.steps.rescue(leaderless=leaderless)
-        return saved_sentence(folder, steps) if steps else ""
+        return saved_sentence(folder, steps, resumes) if steps else ""
 
     with signals.received(rescue):
         try:
@@ -139,7 +139,8 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
                 print_message(saved_sentence(folder, trainer.steps.position.number))
         except OutsideWorld as error:
             first_here = trainer.steps.run.context.group.local_rank == 0
-            if not error.expelled and (saved := rescue(leaderless=first_here)):
+            resumes = "the run continues on other machines" if error.others_continue else RESUMES
+            if not error.expelled and (saved := rescue(leaderless=first_here, resumes=resumes)):
                 print_message(saved)
             raise
         except BaseException:

@@ -34,6 +34,7 @@ class Run:
         store: the store of the run's start; None: what needs it doesn't work.
         require_member: raises CommError where this process may be outside the world, so that it may
             record no results.
+        report_progress: called with the step in which this process is, after each step.
         may_write: returns whether this process is in the world, so that it may write files, from
             any thread; it waits until that is known.
     """
@@ -45,6 +46,7 @@ class Run:
     trace: Trace | None = None
     store: Store | None = None
     require_member: Callable[[], None] = lambda: None
+    report_progress: Callable[[int], None] | None = None
     may_write: Callable[[], bool] = lambda: True
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
     _entered: list[Callable[[], None]] = field(default_factory=list)

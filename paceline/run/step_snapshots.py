@@ -291,14 +291,15 @@ class StepSnapshots:
     def restore(self, name: SnapshotName) -> tuple[dict[str, Any], OwnPart]:
         """Restore a snapshot that all ranks of the next generation hold, and drop newer ones.
 
+        Older ones stay until the generation commits one of its own.
+
         Returns:
             the position that `take` was given, and what this rank alone has of it.
         """
         self._summaries.clear()
         self._between = 0
+        self._snapshots.start_from(name)
         self.commits.leave_generation(name)
-        self._snapshots.drop_beyond(name)
-        self._snapshots.commit(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
         self._interval.steps, self._off = position["snapshot_interval"], False
@@ -312,8 +313,8 @@ class StepSnapshots:
         """Drop all snapshots: the next generation starts from the durable state."""
         self._summaries.clear()
         self._between = 0
-        self.commits.leave_generation(None)
         self._snapshots.clear()
+        self.commits.leave_generation(None)
 
     def continue_from(self, interval: int) -> None:
         """Take snapshots again, with the interval that the durable state has; 0: it is measured."""

@@ -375,6 +375,8 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
+        if self.run.report_progress is not None:
+            self.run.report_progress(number + 1)
         request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
         if self._keeping:
             seconds = time.perf_counter() - began

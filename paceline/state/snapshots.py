@@ -8,6 +8,10 @@ another rank, the backup holder, has a copy of what each rank alone has of it. A
 retained: the newest committed one and one that isn't committed yet, or two that aren't. What this
 rank holds it retains until a newer one is committed, because it may have acknowledged that it holds
 it. The memory of a superseded snapshot is used for the next copy.
+
+A generation may start from a snapshot that wasn't committed: a part of it may be on one rank alone,
+and a second loss then goes back to an older one. So all that isn't beyond the start is retained
+until the generation commits a snapshot of its own, and until then there is room for one more.
 """
 
 from __future__ import annotations
@@ -74,11 +78,12 @@ class Snapshots:
         self._lending = threading.Lock()
         self._snapshots: list[_Snapshot] = []
         self._spare: dict[str, dict[Any, Any]] = {}  # state of one that is no longer needed
+        self._limit = _RETAINED
 
     @property
     def full(self) -> bool:
-        """Whether two are held of which none may be dropped, so that none can be opened."""
-        return len(self.held) == _RETAINED
+        """Whether as many are held as may be, none of which may be dropped."""
+        return len(self.held) >= self._limit
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
@@ -93,8 +98,8 @@ class Snapshots:
     @property
     def newest_committed(self) -> SnapshotName | None:
         """Name of the newest snapshot that all ranks hold, None before there is one."""
-        names = (one.name for one in self._snapshots if one.stage is _Stage.COMMITTED)
-        return next(names, None)  # older ones are dropped
+        names = (one.name for one in reversed(self._snapshots) if one.stage is _Stage.COMMITTED)
+        return next(names, None)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +117,7 @@ class Snapshots:
         """Begin a snapshot; one that is still open is given up. `full` must be False."""
         for one in [one for one in self._snapshots if one.stage is _Stage.OPEN]:
             self.give_up(one.name)
-        assert not self.full, f"two snapshots are held, {self.held}, and none is superseded"
+        assert not self.full, f"{self.held} are held, and none is superseded"
         assert self._find(name) is None, f"{name} exists"
         self._snapshots.append(_Snapshot(name=name))
 
@@ -142,6 +147,7 @@ class Snapshots:
             snapshot.stage = _Stage.COMMITTED
             while self._snapshots[0] is not snapshot:
                 self._drop(self._snapshots[0])
+            self._limit = _RETAINED
 
     def give_up(self, name: SnapshotName) -> None:
         """Drop the open snapshot."""
@@ -150,17 +156,20 @@ class Snapshots:
     def clear(self) -> None:
         """Drop all snapshots; their memory isn't used again."""
         with self._lending:
-            self._snapshots, self._spare = [], {}
+            self._snapshots, self._spare, self._limit = [], {}, _RETAINED
 
-    def drop_beyond(self, name: SnapshotName) -> None:
-        """Drop all snapshots that are newer than the held one from which a generation starts.
+    def start_from(self, name: SnapshotName) -> None:
+        """Start a generation from a held snapshot: drop newer ones, but no older one.
 
-        Their memory isn't used again: a copy for another rank may still be read from it.
+        It counts as committed. The memory of newer ones isn't used again: a copy for another rank
+        may still be read from it.
         """
         start = self._get(name, _Stage.HELD, _Stage.COMMITTED)
         while self._snapshots[-1] is not start:
             self._snapshots[-1].borrowed = True
             self._drop(self._snapshots[-1])
+        start.stage = _Stage.COMMITTED
+        self._limit = max(_RETAINED, len(self._snapshots) + 1)
 
     def state(self, name: SnapshotName) -> Mapping[str, Mapping[Any, Any]]:
         """Return the parts of a held snapshot; their memory is used again once it is superseded.

@@ -184,6 +184,9 @@ class MemberLink:
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
+        run.report_progress = lambda step: self._membership.report_progress(
+            run.context.group.generation, step
+        )
         run.require_member = lambda: self._membership.require_member(run.context.group.generation)
         run.when_entered(self._report_risk)
         self._report_risk()
@@ -224,7 +227,11 @@ class MemberLink:
             sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
             if generation.leader.id == self._membership.id:
                 print_message(sentence)  # the supervisor reports the first loss alone
-            raise OutsideWorld(sentence)
+            outside = OutsideWorld(sentence)
+            outside.remedy = (
+                "Start it again, with a run folder if it is to resume after such a loss."
+            )
+            raise outside
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
         waited = change.decided_at - change.detected_at

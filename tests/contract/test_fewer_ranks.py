@@ -94,7 +94,7 @@ class Member:
 
     def go_back(self, name: SnapshotName) -> Mapping[str, Any]:
         """Restore a snapshot that all members hold; return what this one alone owned."""
-        self.snapshots.drop_beyond(name)
+        self.snapshots.start_from(name)
         self.snapshots.commit(name)
         return self._restore(self.snapshots.state(name))
 

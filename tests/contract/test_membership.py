@@ -256,7 +256,7 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
 ) -> None:
     members = make((1, 1, 1))
     for one in members.all:
-        one.report_progress(3)
+        one.report_progress(members.generation, 3)
     began = time.monotonic()
     while time.monotonic() - began < OPTIONS.timeout + 1.5:
         assert not any(event.wait(0.1) for event in members.interrupted)
@@ -269,6 +269,43 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
     assert not members.all[1].may_write()
     with pytest.raises(PeerLost):
         members.all[1].require_member(members.generation)
+
+
+def test_one_that_is_behind_is_expelled_once_it_makes_no_progress_any_more(
+    make: Callable[..., Members],
+) -> None:
+    members, step = make((1, 1, 1)), 1
+
+    def report(behind: int) -> None:
+        for rank, one in enumerate(members.all):
+            one.report_progress(members.generation, step - behind if rank == 1 else step)
+
+    for behind in (step, 1):  # in its first step, then slow
+        began = time.monotonic()
+        while time.monotonic() - began < OPTIONS.timeout + 1.0:
+            step += behind == 1
+            report(behind)
+            assert not any(event.wait(0.1) for event in members.interrupted)
+    assert members.interrupted[0].wait(LIMIT)
+    (first, *_) = found = members.next((0, 2))
+    assert {member.id for member in agreed(found).members} == ids(members, 0, 2)
+    assert isinstance(first, Change)
+    assert "has made no progress for" in first.causes[0]
+    assert f"is in step {step}" in first.causes[0]
+
+
+def test_progress_in_an_earlier_generation_does_not_count_in_the_next(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    for rank, one in enumerate(members.all):
+        one.report_progress(members.generation, 9 - rank)
+    members.kill(2)
+    following = agreed(members.next((0, 1)))
+    interrupted = threading.Event()
+    members.all[0].attach(following, interrupted.set)
+    members.all[0].report_progress(following, 4)
+    assert not interrupted.wait(OPTIONS.timeout + 1.0)
 
 
 def test_a_store_of_a_later_generation_serves_its_members(make: Callable[..., Members]) -> None:

@@ -92,3 +92,29 @@ def test_one_member_alone_continues_where_no_rank_has_state_of_its_own(
     assert ledger.main([str(run.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize("name", ["sharded", "int8"])
+def test_a_second_loss_after_an_uncommitted_start_goes_back_to_the_committed_one(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Member 2 alone has its part of the first start; of the older one, member 3 has a copy."""
+    machines = (1, 1, 1, 1)
+    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], machines)
+    backups = BackupMembers(
+        withheld=lambda at, owner: at.step == 5 and owner == "start-2", prompt=True
+    )
+    moments: list[list[Moment]] = [[(7, "backward")] * 4, [(ANY, "entering")] * 4]
+    run = TrainerRollbacks(
+        tmp_path / "run", CASES[name], machines, moments, [(0,), (0, 2)], backups
+    )
+    (undisturbed, *_), states = plain.run(), run.run()
+    backups.close()
+    assert run.from_disk == [False, False]
+    assert run.starts == [5, 4]
+    assert all(torch.equal(states[1][key], value) for key, value in states[3].items())
+    assert largest_difference(states[1], undisturbed) < LOSSY.get(name, 1e-10)
+    capsys.readouterr()
+    assert ledger.main([str(run.folder), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS

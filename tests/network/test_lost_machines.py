@@ -153,6 +153,9 @@ def test_of_two_machines_that_lose_each_other_one_continues(
     if witness == "redis":
         sentence = f"has lost machine {winner}, where the run continues without it."
     requires_stopped(run, loser, ends[loser], sentence)
+    continues = "and the run continues on other machines." in ends[loser].text
+    assert continues == (witness == "redis")
+    assert continues != ("the same command resumes it" in ends[loser].text)
 
 
 def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_path: Path) -> None:
@@ -164,6 +167,7 @@ def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_p
         three.plug(0)
         ends = [run.wait(machine) for machine in (1, 2)]
     assert [end.status for end in ends] == [0, 0], ends
+    assert not any("cleaned up" in end.text for end in ends), ends
     assert "The run continues after the loss of any one of its machines." in stopped.text
     assert casting(three, 1) in ends[0].text
     requires_exact(run, 1, 2)

@@ -39,7 +39,7 @@ def send_nonsense(port: int) -> None:
 
 def test_a_run_in_training_is_unharmed_by_strangers_on_its_control_lines(tmp_path: Path) -> None:
     model = ("--model", "tests.harness.processes.open_line:open_line")
-    run = FaultRun(tmp_path, "--sync", "notified", *model, workers=2)
+    run = FaultRun(tmp_path, "--sync", "notified", *model, machines=(2,))
     run.reach(LAST_KILL - 1)
     pid = run.pids[1]
     port, secret = read_line(tmp_path, pid)

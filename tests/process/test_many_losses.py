@@ -14,6 +14,7 @@ from tests.harness.processes.fork_server import ServedPopen
 
 FEW, MANY, LIMIT = 8, 30, 110
 SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
+ARENAS = 5  # mappings by which the C library's heaps vary; one a generation would be 22 more
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
@@ -35,7 +36,7 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
     few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
     for name in ("files", "threads"):
         assert least(many, name) == least(few, name), usage
-    assert least(many, "mappings") <= least(few, "mappings"), usage
+    assert least(many, "mappings") < least(few, "mappings") + ARENAS, usage
     assert least(many, "memory") < 1.02 * least(few, "memory"), usage
 
 

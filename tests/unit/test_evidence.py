@@ -102,6 +102,12 @@ def test_only_those_in_the_earliest_step_are_behind() -> None:
     assert set(judged(b=later, c=earliest)) == {"c"}
 
 
+def test_a_member_in_its_first_step_is_not_behind() -> None:
+    first = healthy("b", step=0, progress_at=LATE)
+    assert not judged(b=first)
+    assert judged(b=replace(first, timed_out=("a",))).keys() == {"b"}
+
+
 def test_no_member_is_slow_where_all_wait_for_each_other() -> None:
     late = {"progress_at": LATE}
     everyone = {

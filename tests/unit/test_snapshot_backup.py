@@ -132,7 +132,7 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
     hold_all(members, name(5))
     hold_all(members, name(7))
     backup = members.backups["b"]
-    backup.leave_generation(name(5))
+    backup.leave_generation([name(5)])
     assert backup.parts(name(7), ["a"]) == []
     assert not backup.receive(name(8), "a", b"")  # between generations
     backup.begin_generation("g1")
@@ -140,7 +140,7 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
     assert recorded(members, "b") == {name(5): "ab"}
     assert len(backup.parts(name(5), ["a"])) == 1
     for each in "ac":
-        members.backups[each].leave_generation(name(5))
+        members.backups[each].leave_generation([name(5)])
         members.backups[each].begin_generation("g1")
     hold_all(members, name(6, "g1/1"))
     backup.commit(name(6, "g1/1"), [name(6, "g1/1")])
@@ -152,7 +152,7 @@ def test_a_start_that_is_needed_again_has_its_copies_still(members: BackupMember
     hold_all(members, name(5))
     for each in "bc":
         for prefix in ("g1", "g2"):
-            members.backups[each].leave_generation(name(5))
+            members.backups[each].leave_generation([name(5)])
             members.backups[each].begin_generation(prefix)
     (copy,) = members.backups["b"].parts(name(5), ["a"])
     assert copy.state["w"][2].tolist() == [0.0, 0.0]

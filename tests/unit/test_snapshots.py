@@ -210,7 +210,7 @@ def test_a_generation_drops_what_lies_beyond_its_start() -> None:
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     held(snapshots, 2)
-    snapshots.drop_beyond(first)
+    snapshots.start_from(first)
     assert snapshots.held == (first,)
     again = held(snapshots, 2, 2.0, token="b")
     assert snapshots.held == (first, again)
@@ -220,17 +220,40 @@ def test_a_generation_drops_what_lies_beyond_its_start() -> None:
 def test_what_lies_beyond_a_start_is_dropped_be_it_held_or_open() -> None:
     snapshots = Snapshots()
     first = held(snapshots, 1, 1.0)
-    snapshots.drop_beyond(first)
+    snapshots.start_from(first)
     assert snapshots.held == (first,)
     snapshots.open(name(2))
     snapshots.add(name(2), {"model": {"weight": torch.zeros(100)}})
-    snapshots.drop_beyond(first)
+    snapshots.start_from(first)
     with pytest.raises(AssertionError, match="there is no snapshot"):
         snapshots.hold(name(2))
     second = held(snapshots, 2, 2.0)
-    snapshots.drop_beyond(second)
+    snapshots.start_from(second)
     assert snapshots.held == (first, second)
     assert (weight(snapshots, first)[0], weight(snapshots, second)[0]) == (1, 2)
+
+
+def test_what_is_older_than_an_uncommitted_start_stays_until_the_next_commit() -> None:
+    snapshots = Snapshots()
+    first = held(snapshots, 1, 1.0)
+    snapshots.commit(first)
+    start = held(snapshots, 2, 2.0)
+    snapshots.start_from(start)
+    assert snapshots.held == (first, start)
+    assert snapshots.newest_committed == start
+    third = held(snapshots, 3, 3.0, token="b")  # there is room for one more
+    assert snapshots.full
+    snapshots.start_from(first)  # a second loss
+    assert snapshots.held == (first,)
+    assert weight(snapshots, first)[0] == 1
+    start = held(snapshots, 2, 2.0, token="c")
+    snapshots.start_from(start)
+    third = held(snapshots, 3, 3.0, token="d")
+    snapshots.commit(third)
+    assert snapshots.held == (third,)
+    held(snapshots, 4, token="d")
+    assert snapshots.full
+    assert snapshots.nbytes == 2 * 400
 
 
 def test_the_memory_that_two_need_is_known_from_the_first() -> None:

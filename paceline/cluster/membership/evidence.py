@@ -72,7 +72,8 @@ class MemberEvidence:
     Attributes:
         name: what messages call it, such as "rank 1 on machine 1 (hostB)".
         last_beat: when its last heartbeat came, or when it became a member.
-        step: the step in which it is, by its last report of progress.
+        step: the step in which it is, by its last report of progress; 0 until it has completed a
+            step of the generation, which may take long.
         progress_at: when that report came.
         exited: how it exited, such as "exited with signal 9 (SIGKILL)"; None without a report.
         closed_at: when its last connection ended; None while it is connected.
@@ -180,7 +181,8 @@ def _slow(
 ) -> dict[str, Suspicion]:
     """Return those without progress that the others wait for, and that wait for no other.
 
-    Members that announced a timeout are themselves waiting.
+    Members that announced a timeout are themselves waiting. A member's first step has a limit of
+    its own: only such a timeout makes it slow.
     """
     waiting = {other for each in evidence.values() for other in each.timed_out}
     first = min(evidence, key=lambda member: evidence[member].step, default=None)
@@ -190,7 +192,7 @@ def _slow(
     suspected = {}
     for member, each in evidence.items():
         age = now - max(each.progress_at, observer.resumed_at)
-        behind = each.step == evidence[first].step and each.step < evidence[last].step
+        behind = 0 < each.step == evidence[first].step < evidence[last].step
         awaited = [evidence[other].name for other in each.timed_out if other in evidence]
         if age <= options.timeout or member in waiting or member == observer.id:
             continue

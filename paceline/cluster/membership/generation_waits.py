@@ -25,9 +25,13 @@ class OutsideWorld(PeerLost):
         expelled: whether the others continue without it, so that it must write nothing. Otherwise
             there is no quorum, or no state to continue from, or this member is on the losing side
             of a cut link: it may write its newest state once.
+        others_continue: whether the others continue, so that the same command doesn't resume the
+            run here.
     """
 
+    remedy = "Check the connections between the machines, and start the same command again."
     expelled = False
+    others_continue = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,17 +145,23 @@ class GenerationWaits:
             self._store = None
 
 
-def left_out(name: str, change: Change) -> OutsideWorld:
-    """Return the error of a member, given by its name, that isn't in the next generation."""
+def left_out(change: Change) -> OutsideWorld:
+    """Return the error of a member that isn't in the next generation."""
     if change.silent:
         numbers = sorted({member.machine for member in change.generation.members})
         which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        return OutsideWorld(f"{name} has lost {which}, where the run continues without it.")
+        error = OutsideWorld(f"This process has lost {which}, where the run continues without it.")
+        error.remedy = (
+            "Check the connections between the machines; the run's end is reported there."
+        )
+        error.others_continue = True
+        return error
     error = OutsideWorld(
-        f"{name} was expelled from the run, because the others had no sign of life from it; they "
-        "continue without it."
+        "This process was expelled from the run, because the others had no sign of life from it; "
+        "they continue without it."
     )
-    error.expelled = True
+    error.remedy = "Check whether it was stopped, or its machine overloaded."
+    error.expelled = error.others_continue = True
     return error
 
 
@@ -171,6 +181,10 @@ def without_quorum(
         f"{reached}, which doesn't suffice to decide "
         f"({'; '.join(reasons) or 'no decision was made'})."
         + (" It was stopped, and the others may continue without it." if was_stopped else "")
+    )
+    error.remedy = (
+        "Check the other machines and the connections to them; where the run has ended on all, "
+        "start the same command again."
     )
     error.expelled = was_stopped
     return error

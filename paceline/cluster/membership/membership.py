@@ -92,7 +92,7 @@ class Membership:
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
-        self._step = 0
+        self._progress = "", 0  # the id of a generation, and the step; by the thread that trains
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
@@ -179,9 +179,9 @@ class Membership:
         if not self.may_write() or self._acceptor.has_promised(generation):
             raise PeerLost(f"Generation {generation.number} records nothing more: it has ended.")
 
-    def report_progress(self, step: int) -> None:
-        """Note in which step this member is."""
-        self._step = step
+    def report_progress(self, generation: Generation, step: int) -> None:
+        """Note in which step this member is, once it has completed one of the generation."""
+        self._progress = generation.id, step
 
     def next_generation(self, present: Generation, error: CommError) -> Change:
         """Leave the present generation, and wait for the decision about the next one.
@@ -200,7 +200,7 @@ class Membership:
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
-            raise left_out(present.name_of(self._member.id) or self._member.id, change)
+            raise left_out(change)
         return change
 
     def leave(self) -> None:
@@ -325,9 +325,10 @@ class Membership:
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
+        generation, step = self._progress
         body: dict[str, Any] = {
             "generation": self._generation.id,
-            "step": self._step,
+            "step": step if generation == self._generation.id else 0,
             "number": self._lease.send(),
             "received": self._watch.received(),
         }
@@ -500,5 +501,7 @@ class _Guard:
         if isinstance(error, CommError):
             self._fail(error)
         elif isinstance(error, Exception):
-            self._fail(OutsideWorld(f"The membership failed: {type(error).__name__}: {error}."))
+            failed = OutsideWorld(f"The membership failed: {type(error).__name__}: {error}.")
+            failed.remedy = "Start the same command again."
+            self._fail(failed)
         return isinstance(error, Exception)

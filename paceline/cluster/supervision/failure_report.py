@@ -25,8 +25,6 @@ from paceline.errors import CommTimeout, PacelineError, PeerLost
 FAILURE = "failure"
 """The key, in the store, of the first report on why a run ended."""
 
-_LOST = "Check the output of the lost process, and start the same command again."
-
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport(JsonRecord):
@@ -48,7 +46,7 @@ class FailureReport(JsonRecord):
         if isinstance(error, PacelineError):
             waited = isinstance(error, CommTimeout) and not error.of_call
             consequence = isinstance(error, PeerLost) or waited
-            text = f"{error} {_LOST}" if isinstance(error, PeerLost) else str(error)
+            text = f"{error} {error.remedy}" if isinstance(error, PeerLost) else str(error)
             return cls(text=text, status=error.status, consequence=consequence)
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(text=text, status=1, consequence=isinstance(error, DistError))

@@ -69,12 +69,17 @@ class MachineEndpoint:
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to all members."""
         if end.failed and end.member:
-            how = end.text.partition(". ")[0].removeprefix(f"{end.name} ").rstrip(".")
+            how = how_it_ended(end)
             self._line.broadcast(EXITED, {"member": end.member, "how": how})
 
     def end_run(self, failure: FailureReport) -> None:
         """Report to the members of all machines why the run ends."""
         self._line.broadcast(END, {"text": failure.text, "status": failure.status})
+
+    def is_lost(self, machine: int) -> bool:
+        """Return whether the run continues without a machine."""
+        self._enter(self._acceptor.successor_of(self._generation))
+        return machine not in self._generation.machines
 
     def await_change(self, limit: float) -> None:
         """Wait until the connected members continue without this machine."""
@@ -135,6 +140,15 @@ class MachineEndpoint:
                 self._generation = generation
                 self._names = self._names | _names_in(generation)
                 self._changed.notify_all()
+
+
+def how_it_ended(end: WorkerExit) -> str:
+    """Return how a worker ended, a clause whose subject is its name."""
+    text = end.text.partition(". ")[0].rstrip(".")
+    if text.startswith(f"{end.name}: "):  # its own report, which may name it once more
+        reason = text.removeprefix(f"{end.name}: ").removeprefix(f"{end.name}: ")
+        return f"failed: {reason}"
+    return text.removeprefix(f"{end.name} ")
 
 
 def _names_in(generation: Generation) -> dict[str, str]:

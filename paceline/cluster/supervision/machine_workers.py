@@ -39,7 +39,7 @@ from paceline.errors import ConfigError, PacelineError
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
-_REPORT_S = 1.0  # of those, before the run's reason is reported
+_REPORT_S = 2.0  # of those, at most, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
@@ -80,6 +80,7 @@ class MachineWorkers:
 
         self._isolated = False  # all workers here are lost; other machines may continue
         self._hurried = False  # a second signal came
+        self._store_lost = False  # with the machine that served it
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -112,6 +113,7 @@ class MachineWorkers:
                     self._end()
         finally:
             self._signal(signal.SIGKILL)
+            self._store_lost = self._has_lost_store()
             self._resources.close()
         self._deregister(failure)
         return failure
@@ -277,7 +279,13 @@ class MachineWorkers:
             try:
                 self._run.deregister(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
-                self._report(f"the rendezvous couldn't be cleaned up: {error}")
+                if not self._store_lost:
+                    self._report(f"the rendezvous couldn't be cleaned up: {error}")
+
+    def _has_lost_store(self) -> bool:
+        """Return whether the run continued without the machine that serves its store."""
+        served = self._run.registered.rendezvous.served_by_run
+        return served and self._endpoint is not None and self._endpoint.is_lost(0)
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():

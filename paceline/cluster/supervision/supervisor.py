@@ -25,6 +25,9 @@ from paceline.cluster.supervision.machine_workers import (
 )
 from paceline.errors import Message, PacelineError, many
 
+RESUMES = "the same command resumes it"
+"""What resumes a run, a clause."""
+
 
 def print_message(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
@@ -38,15 +41,13 @@ def finished_sentence(run_id: str) -> str:
     return f"run {run_id} is finished; give another --run_id to train again."
 
 
-def saved_sentence(
-    run: Path, steps: int | None = None, resumes: str = "the same command resumes it"
-) -> str:
+def saved_sentence(run: Path, steps: int | None = None, resumes: str = RESUMES) -> str:
     """Return the line that names the folder from which a run resumes.
 
     Args:
         run: the run's folder.
         steps: the number of completed steps in its newest checkpoint; None: of all steps.
-        resumes: what resumes the run, a clause.
+        resumes: what resumes the run, or that it continues elsewhere: a clause.
     """
     after = "" if steps is None else f" after {many(steps, 'step')}"
     return f"the state{after} is saved in {run}, and {resumes}."
@@ -113,7 +114,7 @@ def run_workers(
         argv: the command of a worker.
         events: receives signals, which end the run.
         report: receives lines for the user.
-        report_failure: called with the failure, before the workers are ended.
+        report_failure: called with the failure, once the workers have ended or take long to.
         formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
         server: the command of a server of merges; none: there is none.

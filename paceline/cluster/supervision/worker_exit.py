@@ -39,6 +39,9 @@ class SupervisorEndpoint(Protocol):
     def end_run(self, failure: FailureReport) -> None:
         """Report to the members of all machines why the run ends; never waits."""
 
+    def is_lost(self, machine: int) -> bool:
+        """Return whether the run continues without a machine, as far as that is known here."""
+
     def await_change(self, limit: float) -> None:
         """Wait, while members are connected, until they continue without this machine.
 

@@ -170,11 +170,11 @@ class SnapshotBackup:
                 self._copies.remove(*each)
             self._forget_others()
 
-    def leave_generation(self, start: SnapshotName | None) -> None:
-        """Drop all but the snapshot from which the next generation starts; accept no copies."""
+    def leave_generation(self, retained: Collection[SnapshotName]) -> None:
+        """Drop all but the snapshots that are held here from now on; accept no copies."""
         with self._changed:
             self._prefix = ""
-            self._own = {name: parts for name, parts in self._own.items() if name == start}
+            self._own = {name: parts for name, parts in self._own.items() if name in retained}
             self._copies.retain(self._own)
             self._forget_others()
 

@@ -159,16 +159,16 @@ class SnapshotCommits:
             self._backup.discard()
 
     def leave_generation(self, start: SnapshotName | None) -> None:
-        """Forget all snapshots and copies, but of the one from which the next generation starts.
+        """Forget dropped snapshots, and their copies: those beyond the next generation's start.
 
         Args:
-            start: its name; None: it starts from the durable state.
+            start: the start's name; None: it starts from the durable state.
         """
         self._reported.clear()
         self._acknowledged.clear()
-        self._totals = {name: sums for name, sums in self._totals.items() if name == start}
+        self._forget_totals()
         if self._backup is not None:
-            self._backup.leave_generation(start)
+            self._backup.leave_generation(self._snapshots.held)
             if start is not None and not self._backup.holds(
                 start
             ):  # the step didn't end, or another rank sent it

@@ -7,7 +7,7 @@ a machine does in a vote. A lost member receives nothing and confirms nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.run.backup.backup_channel import HeldParts
@@ -51,6 +51,8 @@ class BackupMembers:
         records: of what each member holds.
         backups: the members' own.
         delivered: the bytes of each part that was sent.
+        withheld: returns whether a member's part of a snapshot is lost on its way.
+        prompt: whether all other parts arrive before a vote begins.
     """
 
     lost: set[str] = field(default_factory=set)
@@ -58,6 +60,8 @@ class BackupMembers:
     records: dict[str, HeldRecord] = field(default_factory=dict)
     backups: dict[str, SnapshotBackup] = field(default_factory=dict)
     delivered: list[int] = field(default_factory=list)
+    withheld: Callable[[SnapshotName, str], bool] = lambda name, owner: False
+    prompt: bool = False
 
     def __post_init__(self) -> None:
         self.open.set()
@@ -73,6 +77,8 @@ class BackupMembers:
     ) -> None:
         """Deliver a part to its holder, and the confirmation to its owner."""
         assert self.open.wait(30)
+        if self.withheld(name, owner):
+            return
         data = b"".join(chunks)
         self.delivered.append(len(data))
         if holder not in self.lost and self.backups[holder].receive(name, owner, data):

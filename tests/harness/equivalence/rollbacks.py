@@ -203,7 +203,7 @@ class Rollbacks:
             self._all_ranks.wait(4 * LIMIT)
         name = self._held_by_all(c.world_size)[-1]
         meet(c)
-        snapshots.drop_beyond(name)
+        snapshots.start_from(name)
         local = restore_state(snapshots.state(name), objects)
         self._held[c.rank] = snapshots.held
         meet(c)

@@ -257,6 +257,9 @@ class TrainerRollbacks:
         own, member = self._snapshots[c.rank].commits, f"start-{c.rank}"
         if (writer := self._writers[c.rank]) is not None:
             writer.wait()
+        if backups.prompt:
+            backups.backups[member].close()  # it has sent everything
+            meet(c)
         backups.records[member].promise()
         meet(c)
         lost = {f"start-{rank}" for rank in self._parked(number)}

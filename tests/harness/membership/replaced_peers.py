@@ -36,6 +36,7 @@ from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
+from paceline.cluster.membership.member_watch import MemberWatch
 from paceline.cluster.membership.membership import EXITED, Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
@@ -64,25 +65,39 @@ class Ended(BaseException):
     """Exception that ends a member in mid-step, as a signal does."""
 
 
-class JoinedMembership(Membership):
-    """Membership that proposes joiners, which hold what this member has acknowledged.
+class JoinedWatch(MemberWatch):
+    """Watch on the members, and on joiners, which hold what this member has acknowledged.
 
     Attributes:
         joiners: the members that want to join.
+        holds: what this member has acknowledged.
     """
 
     joiners: Sequence[Member] = ()
-    _holds: tuple[Held, ...] = ()
+    holds: tuple[Held, ...] = ()
+
+    @property
+    def view(self) -> View:
+        joiners = tuple(Joiner(member=one, held=self.holds) for one in self.joiners)
+        return replace(super().view, joiners=joiners)
+
+
+class JoinedMembership(Membership):
+    """Membership that proposes joiners.
+
+    Attributes:
+        watch: has the joiners.
+    """
+
+    def __init__(self, *args: Any, options: EvidenceOptions, **kwargs: Any) -> None:
+        super().__init__(*args, options=options, **kwargs)
+        self._watch = self.watch = JoinedWatch(self.id, options)  # before anything is watched
 
     def acknowledge(self, generation: Generation, held: tuple[Held, ...]) -> bool:
         acknowledged = super().acknowledge(generation, held)
         if acknowledged:
-            self._holds = held
+            self.watch.holds = held
         return acknowledged
-
-    def _view(self) -> View:
-        joiners = tuple(Joiner(member=one, held=self._holds) for one in self.joiners)
-        return replace(super()._view(), joiners=joiners)
 
 
 class Participant:
@@ -96,6 +111,7 @@ class Participant:
 
     def __init__(self, run: ReplacedPeers, group: Group, generation: Generation) -> None:
         self._run, self.member, self.steps = run, group.member, 0
+        self._joined: Successor | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
         acceptor = MachineAcceptor(AcceptorRecord.open(run.record.path), 0)
         with ExitStack() as stack:
@@ -106,7 +122,7 @@ class Participant:
                 acceptor=acceptor,
                 options=EvidenceOptions(peer_timeout=LIMIT, timeout=LIMIT),
             )
-            self.link = wiring.MemberLink(self.membership, generation)
+            self.link = wiring.MemberLink(self.membership, generation, None)
             stack.callback(self.link.close)
             self._build(group, stack)
             self._stack = stack.pop_all()
@@ -137,6 +153,9 @@ class Participant:
             self._run.reach_last(self)
 
     def _next_generation(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
+        if self._joined is not None:  # a joiner
+            successor, self._joined = self._joined, None
+            return successor
         return self._run.replace_peer(self.link.next_generation(error, held))
 
     def train(self) -> None:
@@ -149,11 +168,13 @@ class Participant:
 
     def train_from(self, successor: Successor, state: Any) -> None:
         """Enter a generation with a copy of its start, and train until the member ends."""
-        steps = self.trainer.steps
+        steps, error = self.trainer.steps, CommError("joins the run.")
+        assert successor.start is not None
         hold(steps._snapshots, successor.start, state)
         self.link._generation = successor.group.generation
-        steps.leave_generation(CommError("joins the run."))
-        steps._enter(successor)
+        self._joined = successor
+        steps.leave_generation(error)
+        steps.go_back(error)
         self.link.begin(self.run, self._run.folder)
         self.trainer._run_epochs()
 
@@ -235,7 +256,8 @@ class ReplacedPeers:
         survivor, peer = self._survivor, self._waiting
         self._generation = generation = successor.group.generation
         assert [one.id for one in generation.members] == [survivor.member.id, peer.member.id]
-        survivor.membership.joiners, survivor.steps = (), 0
+        survivor.membership.watch.joiners, survivor.steps = (), 0
+        assert successor.start is not None
         state = state_of_all(survivor.trainer.steps._snapshots, successor.start)
         joined = Successor(group=Group.world(generation, 1), start=successor.start)
         self._peer, self._waiting = peer, None
@@ -250,7 +272,7 @@ class ReplacedPeers:
         alone = Generation(number=0, token=f"{member.id} alone", members=(member,))
         self._waiting = Participant(self, Group.world(alone, 0), self._generation)
         self._connect(self._waiting)
-        self._survivor.membership.joiners = (member,)
+        self._survivor.membership.watch.joiners = (member,)
 
     def _connect(self, peer: Participant) -> None:
         assert self._survivor is not None

@@ -9,6 +9,7 @@ import gc
 import os
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from paceline.atomic_write import write_atomically
@@ -29,7 +30,7 @@ class OpenLineNet(ObservedNet):
 
 def open_line(num_labels: int) -> nn.Module:
     """Make the net, for `--model`."""
-    return OpenLineNet(num_labels)
+    return OpenLineNet(num_labels, torch.float64)
 
 
 def line_file(folder: Path, pid: int) -> Path:

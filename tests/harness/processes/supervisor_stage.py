@@ -212,6 +212,9 @@ class _Exits:
         with self._path.open("a") as file:
             file.write(f"run ends: {failure.text}\n")
 
+    def is_lost(self, machine: int) -> bool:
+        return False
+
     def await_change(self, limit: float) -> None:
         pass
 
