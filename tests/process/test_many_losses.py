@@ -12,9 +12,9 @@ import pytest
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.processes.fork_server import ServedPopen
 
-FEW, MANY, LIMIT = 8, 30, 110
+FEW, MANY, LIMIT = 10, 30, 110
 SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
-ARENAS = 5  # mappings by which the C library's heaps vary; one a generation would be 22 more
+ARENAS = 10  # mappings by which the C library's heaps vary; one a generation would be 20 more
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
