@@ -1,6 +1,6 @@
 """A trainer whose members have lost a part of the state goes back to a checkpoint in its processes.
 
-Of four members, 1 and 2 are lost: 2 is the backup holder of 1, whose part then nobody has.
+Of four members, 1 and 2 are lost: 2 is the backup holder of 1, whose part then has no holder.
 """
 
 from __future__ import annotations

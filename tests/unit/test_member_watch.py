@@ -1,4 +1,4 @@
-"""What a member knows of the others, and whom it suspects for it."""
+"""What a member knows of the others, and which of them it suspects."""
 
 from __future__ import annotations
 

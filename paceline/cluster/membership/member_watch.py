@@ -1,4 +1,4 @@
-"""What a member knows of the others of its generation, and whom it suspects for it.
+"""What a member knows of the others of its generation, and which of them it suspects.
 
     heartbeats, connections' ends, reports of exits, progress, timeouts ── judge ──▶ suspicions
 
@@ -159,7 +159,7 @@ class MemberWatch:
 
         Args:
             member: the member's id.
-            timed_out: whether it waited for another one in vain.
+            timed_out: whether it timed out waiting for another one.
         """
         self._left.add(member)
         if not timed_out or self._timed_out_at is not None:

@@ -35,7 +35,7 @@ class Switch:
     machines: tuple[Machine, ...]
 
     def unplug(self, *machines: int) -> None:
-        """Take the cables of machines out of the switch; nobody is told."""
+        """Take the cables of machines out of the switch; no process is notified."""
         self._set(machines, "down")
 
     def plug(self, *machines: int) -> None:
