@@ -197,7 +197,7 @@ class MemberWatch:
         for member in self._evidence:
             others = sorted(self._received.keys() & self._evidence.keys() - {member, self._member})
             receivers = (other for other in others if member in self._received[other])
-            self._note(member, heard_by=tuple(receivers))
+            self._note(member, received_by=tuple(receivers))
         self._observer = self._observer.at(now)
         judged = self._cut_links() | judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self.leavers}

@@ -4,7 +4,7 @@
                                     │                   └▶ next_generation() returns
                                     └▶ the present generation's waits are interrupted
 
-All of it happens on the control line's thread, except for the calls of the thread that trains:
+All of it happens on the control line's thread, except for the calls of the training thread:
 `next_generation`, `acknowledge` and `report_progress`. That thread leaves its generation at its
 next communication, which the interrupt ends with an error.
 """
@@ -92,7 +92,7 @@ class Membership:
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
-        self._progress = "", 0  # the id of a generation, and the step; by the thread that trains
+        self._progress = "", 0  # the id of a generation, and the step; by the training thread
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
@@ -125,7 +125,7 @@ class Membership:
         """Let frames of a further kind be handled on the line's thread."""
         self._handlers[kind] = handler
 
-    # Calls of the thread that trains.
+    # Calls of the training thread.
 
     def begin(self, generation: Generation) -> None:
         """Take part in votes from now on: the first generation is complete, with its number."""
@@ -298,7 +298,7 @@ class Membership:
         return _Guard(self._fail)
 
     def _fail(self, error: CommError) -> None:
-        """End the wait of the thread that trains with an error."""
+        """End the wait of the training thread with an error."""
         self._lease.end()
         self._waits.fail(error)
         self._waits.interrupt(self._generation)
@@ -497,7 +497,7 @@ class Membership:
 
 
 class _Guard:
-    """Guard of the line's thread: an error ends the wait of the thread that trains."""
+    """Guard of the line's thread: an error ends the wait of the training thread."""
 
     def __init__(self, fail: Callable[[CommError], None]) -> None:
         self._fail = fail
