@@ -45,7 +45,7 @@ class Rollback:
             return
         if self.steps is None or self._position.order is None:
             raise error
-        self.steps.leave_generation(error)
+        self.steps.recovery.leave_generation(error)
         self.error = error
 
     def go_back(self) -> int:
@@ -53,7 +53,7 @@ class Rollback:
         assert self.steps is not None
         assert self.error is not None
         with self._end.exit_on_stop():
-            self.steps.go_back(self.error)
+            self.steps.recovery.go_back(self.error)
         self.error = None
         self._position.discard_waiting()
         return self._position.position.step

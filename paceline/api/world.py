@@ -49,9 +49,10 @@ from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
+from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, Steps
+from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
@@ -565,7 +566,7 @@ class World:
             steps.speeds.batch_size = order.batch_size
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
-        steps.record_start(
+        steps.recovery.record_start(
             self._start.origin,
             samples=order and order.samples,
             steps=order and order.steps,
@@ -576,7 +577,7 @@ class World:
         )
         self._start = replace(self._start, state=None)
         link = self._session.link
-        if link is not None and order is not None and steps.survives:
+        if link is not None and order is not None and steps.recovery.survives:
             link.begin(self._run, self._session.run)
             declare_survivable()
 

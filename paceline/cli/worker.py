@@ -152,7 +152,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
 
 
 def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
-    trainer.steps.record_start(
+    trainer.steps.recovery.record_start(
         start.origin,
         model=config.model.name,
         device=trainer.device.type,

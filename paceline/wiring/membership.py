@@ -40,8 +40,8 @@ from paceline.errors import CheckpointError, CommError, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
+from paceline.run.recovery.recovery import Successor
 from paceline.run.run import Run
-from paceline.run.steps import Successor
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id
