@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class World:
         self._bound = session.resources.enter_context(ExitStack())  # what binds them; replaceable
         self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
-        self._loop = ScriptLoop(run, self._position, self._end, self._begin)
+        self._loop = ScriptLoop(run, self._position, self._end, self._begin, session.device)
         link = session.link
         self._next_generation: NextGeneration | None = (
             None if link is None else link.next_generation
@@ -254,6 +254,34 @@ class World:
             form = f"{values.dtype} of shape {tuple(values.shape)}"
             require_same_call(communicator, "world.total()", form, self.device, what)
             return total(communicator, values, what).to(tensor.device)
+
+    def evaluation(self, loader: object) -> Iterator[Any]:
+        """Yield the batches of an evaluation that outlives lost peers. All ranks call it.
+
+        Each sample is yielded once, on one rank, as by the loader itself. Where a peer is lost
+        meanwhile, the others continue in the next generation: what it had to evaluate is divided
+        among them, and what they have evaluated isn't repeated. So sums that a rank adds up in the
+        loop, and `world.total` after it, count each sample once.
+
+        All ranks must iterate to the end, where they wait for each other. Where a loss ends the run
+        anyway, it is the loader's own iteration.
+
+        Args:
+            loader: `paceline.loader` of a map-style data set, with `train=False`.
+
+        Raises:
+            ConfigError: it is another loader, a step is active, or there is no model.
+            CommError: a peer is lost, and the others can't continue from here, or it is silent.
+        """
+        self._end.require_open("world.evaluation()")
+        batches = getattr(loader, "_surviving_batches", None)
+        if batches is None:
+            raise ConfigError(
+                f"world.evaluation() got {type(loader).__name__}: pass a paceline.loader() of a "
+                "map-style data set, with train=False; iterate over anything else directly."
+            )
+        chosen: Iterator[Any] = batches()
+        return chosen
 
     def track(self, *objects: Restorable, **named: Restorable) -> None:
         """Save the state of more objects in checkpoints; a resumed run restores it at once.

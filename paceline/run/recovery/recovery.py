@@ -154,14 +154,19 @@ class Recovery:
         self._run.context.abort()
         _clear_frames(error)
 
-    def go_back(self, error: CommError) -> None:
+    def go_back(self, error: CommError, *, unchanged: bool = False) -> None:
         """Go back to a snapshot, and enter the next generation; collective among its ranks.
 
         Where one of them is lost meanwhile, the generation after that is entered. Where all copies
         of a part of the state are lost, they go back to the durable state.
 
+        Args:
+            error: reports the lost connection.
+            unchanged: go back to a snapshot of the present position only, in which model, optimizer
+                and tracked objects stay as they are.
+
         Raises:
-            CommError: there is no next generation.
+            CommError: there is no next generation, or with `unchanged` no such snapshot.
             RankStateError: members that aren't in it had state that no other has.
             CheckpointError: no member can read the durable state.
             ServerLost: the run has no server of merges any more; the state is saved.
@@ -172,22 +177,25 @@ class Recovery:
             self._account.leave()
             successor = self._next_generation(error, self._snapshots.held)
             self._account.decide(successor.detected_at)
+            if unchanged and (successor.start is None or successor.start.step != reached.number):
+                raise error
             try:
                 if successor.start is None:
                     self._enter_from_disk(successor.group, reached)
                 else:
-                    self._enter(successor.group, successor.start, successor.parts)
+                    self._enter(successor, successor.start, unchanged=unchanged)
                 return self._end_without_server()
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost
 
-    def _enter(self, group: Group, start: SnapshotName, parts: Sequence[OwnPart]) -> None:
-        values, own = self._snapshots.restore(start)
+    def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
+        group = successor.group
+        values, own = self._snapshots.restore(start, objects=not unchanged)
         members = {member.id for member in group.generation.members}
         commits = self._snapshots.commits
         lost = [each for each in commits.members(start) if each not in members]
-        parts = [own, *parts, *commits.backup_parts(start, lost)]
+        parts = [own, *successor.parts, *commits.backup_parts(start, lost)]
         self._position.set(values)
         self._note_restored()
         commits.enter_generation(group.generation)
