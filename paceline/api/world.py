@@ -270,7 +270,7 @@ class World:
             loader: `paceline.loader` of a map-style data set, with `train=False`.
 
         Raises:
-            ConfigError: it is another loader, a step is active, or there is no model.
+            ConfigError: it is another loader, or a step is active.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
         self._end.require_open("world.evaluation()")
@@ -280,6 +280,8 @@ class World:
                 f"world.evaluation() got {type(loader).__name__}: pass a paceline.loader() of a "
                 "map-style data set, with train=False; iterate over anything else directly."
             )
+        if self._loop.in_step:
+            raise ConfigError("world.evaluation() was called inside a step: call it between steps.")
         chosen: Iterator[Any] = batches()
         return chosen
 
