@@ -342,9 +342,9 @@ class ScriptLoop:
         if self.replica is not None and (self._failed or self._position.waiting):
             self.replica.discard_batches()
 
-    def rescue(self) -> int | None:
+    def rescue(self, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""
-        return None if self.steps is None else self.steps.rescue()
+        return None if self.steps is None else self.steps.rescue(leaderless)
 
     def require_replica(self, call: str) -> AnyReplica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""

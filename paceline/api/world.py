@@ -35,7 +35,7 @@ from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
-from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.supervisor import print_message, save_after
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
@@ -451,7 +451,7 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         """Save the newest state in memory, while it can be recorded, and close all resources."""
-        self._rescue()
+        self._rescue(error)
         self._end.release(kind, error, traceback)
 
     def _end_for_next(self) -> None:
@@ -471,10 +471,16 @@ class World:
                 saved = f"; its state after {many(steps, 'step')} is saved in {run}"
         print_message(f"the world that was still open is closed{saved}.")
 
-    def _rescue(self) -> str:
-        """Save the newest state in memory, from any thread; return a sentence for the user."""
-        steps, run = self._loop.rescue(), self._session.run
-        return saved_sentence(run, steps) if steps and run is not None else ""
+    def _rescue(self, error: BaseException | None = None) -> str:
+        """Save the newest state in memory, from any thread; return a sentence for the user.
+
+        Args:
+            error: why the script ends; None: a signal.
+        """
+        run = self._session.run
+        if run is None:
+            return ""
+        return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
     def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:
         """Make steps of these models and optimizers from now on; for each pair its replica."""

@@ -339,7 +339,7 @@ class Steps:
             self._end_measured_steps()
         self._checkpoints.save(best=best, together=together)
 
-    def rescue(self, *, leaderless: bool = False) -> int | None:
+    def rescue(self, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, and record it; from any thread.
 
         Args:
