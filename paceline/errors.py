@@ -11,7 +11,7 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
     ├── ReplicasDiffer                    the ranks' states aren't equal any more
-    ├── ServerLost                        the server of merges: a run doesn't continue without it
+    ├── ServerLost                        the averaging server: a run doesn't continue without it
     └── Diverged                          the loss became NaN, or exploded
 
 A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
@@ -215,7 +215,7 @@ class ReplicasDiffer(PacelineError):
 
 
 class ServerLost(PacelineError):
-    """Error of a run whose server of merges was lost: no generation of the world follows."""
+    """Error of a run whose averaging server was lost: no generation of the world follows."""
 
 
 class Diverged(PacelineError):

@@ -101,7 +101,7 @@ def supervise(
             `PacelineError` of it ends the run on all machines.
         finish: writes down that the run is finished; called once that is certain. None: no mark
             is needed.
-        server: the command of a server of merges that runs beside the workers; none: there is none.
+        server: the command of an averaging server beside the workers; none: there is none.
         open_endpoint: opens the supervisor's end of the connections to the members, before a worker
             starts; None: no worker survives the loss of another.
 
@@ -145,7 +145,7 @@ def run_workers(
         report_failure: called with the failure, once the workers have ended or take long to.
         formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
-        server: the command of a server of merges; none: there is none.
+        server: the command of an averaging server; none: there is none.
         open_endpoint: opens the supervisor's end of the connections to the members.
     """
     try:

@@ -169,7 +169,7 @@ class Recovery:
             CommError: there is no next generation, or with `unchanged` no such snapshot.
             RankStateError: members that aren't in it had state that no other has.
             CheckpointError: no member can read the durable state.
-            ServerLost: the run has no server of merges any more; the state is saved.
+            ServerLost: the run has no averaging server any more; the state is saved.
         """
         assert self._next_generation is not None
         reached = replace(self._position)
@@ -244,7 +244,7 @@ class Recovery:
         self._run.recorder.event("recovery", generation=generation, **asdict(self._account.enter()))
 
     def _end_without_server(self) -> None:
-        """Save what all ranks have gone back to, and end, where the server of merges is lost."""
+        """Save what all ranks have gone back to, and end, where the averaging server is lost."""
         if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
             self._steps.save_last()
             raise self._replica.ends
