@@ -19,7 +19,7 @@ def test_a_rank_that_adds_a_layer_alone(tmp_path: Path, rank: int, sync: str) ->
     assert ended.status == 1, ended.text
     # Both ranks wait, each for the other; whose wait ends first isn't promised.
     sentence = (
-        rf"rank {rank} (waited 3 s for a peer|lost rank {1 - rank}) in world\.step\(\) with the "
+        rf"rank {rank} (waited 3 s for|lost) a peer in world\.step\(\) with the "
         r"new 2\.probe\.bias, 2\.probe\.weight, which must be the same on all ranks"
     )
     assert len(re.findall(sentence, ended.text)) == 1, ended.text
