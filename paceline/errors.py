@@ -117,7 +117,14 @@ class ConfigError(PacelineError, ValueError):
 
 
 class CommError(PacelineError):
-    """Error of communication with other processes."""
+    """Error of communication with other processes.
+
+    Attributes:
+        of_call: whether it is of a call that all ranks must make, and a peer perhaps didn't make.
+            Where several ranks wait for each other, that tells more than the others' errors.
+    """
+
+    of_call = False
 
 
 class PeerLost(CommError):
@@ -166,24 +173,19 @@ class PeerLost(CommError):
         return self._changed(name=name) if self.operation else self
 
     def _changed(self, *, operation: str = "", name: str = "") -> PeerLost:
-        return PeerLost(
+        changed = PeerLost(
             rank=self.rank,
             peer=self.peer,
             operation=operation or self.operation,
             cause=self.cause,
             name=name or self.name,
         )
+        changed.of_call = self.of_call
+        return changed
 
 
 class CommTimeout(CommError):
-    """Error of an operation that reached its timeout without an answer from a peer.
-
-    Attributes:
-        of_call: whether all ranks must make a call that a peer didn't make. That is the cause where
-            several ranks wait for each other.
-    """
-
-    of_call = False
+    """Error of an operation that reached its timeout without an answer from a peer."""
 
 
 class DataError(PacelineError):
