@@ -28,7 +28,10 @@ from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
-from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
+from paceline.cluster.supervision.requests.member_record import (
+    remove_ended_records,
+    remove_records_of_machine,
+)
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
@@ -103,6 +106,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
         def formed(run: FormedRun) -> None:
             folder.open(config.identity())
             stack.callback(folder.close)
+            stack.callback(remove_ended_records, folder.path, plan.machine)
             remove_records_of_machine(folder.path, plan.machine)
             presence = RunPresence(
                 folder.path,

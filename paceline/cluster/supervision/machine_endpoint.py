@@ -81,6 +81,15 @@ class MachineEndpoint:
         self._enter(self._acceptor.successor_of(self._generation))
         return machine not in self._generation.machines
 
+    def ended_without(self, member: str) -> bool:
+        """Return whether the world has continued without a member, and has ended since.
+
+        It has ended where none of its members is connected any more.
+        """
+        self._enter(self._acceptor.successor_of(self._generation))
+        members = {one.id for one in self._generation.members}
+        return member not in members and not members & self._line.connected()
+
     def await_change(self, limit: float) -> None:
         """Wait until the connected members continue without this machine."""
         with self._changed:

@@ -10,7 +10,9 @@ The first report in the store is the run's, and every machine prints it.
 A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
 continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
 does. An error of a worker's own ends the run, because another worker would meet it too. The workers
-don't continue without an averaging server: they save their state, and end by themselves.
+don't continue without an averaging server: they save their state, and end by themselves. A worker
+that the others have expelled, and that doesn't end by itself, as a frozen one, is killed some
+seconds after the world has ended without it.
 
 Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
 what saving takes. Nothing is on the disk: a worker's error file is memory of this process.
@@ -45,6 +47,8 @@ _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
 _DEREGISTER_S = 1.0
+_LOOK_S = 1.0  # between two looks whether the world has ended without a worker
+_EXPELLED_S = 5.0  # that an expelled worker has to end by itself, once the world has ended
 _VOTE_S = 5.0  # within which the members of other machines continue without this one
 
 OpenEndpoint = Callable[[FormedRun, Callable[[FailureReport], None]], SupervisorEndpoint]
@@ -78,6 +82,8 @@ class MachineWorkers:
         """By their names at that time, how workers ended whose loss the others survive; and how
         the server did."""
 
+        self._world_ended_at: float | None = None  # without all workers that are left here
+        self._expelled: set[int] = set()  # the local ranks of those that were killed for it
         self._isolated = False  # all workers here are lost; other machines may continue
         self._hurried = False  # a second signal came
         self._store_lost = False  # with the machine that served it
@@ -170,6 +176,9 @@ class MachineWorkers:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
+            if self._endpoint is not None:
+                self._end_expelled(self._endpoint)
+                left = _LOOK_S if left is None else min(left, _LOOK_S)
             failure = self._next(left)
             if failure is None:
                 continue
@@ -186,6 +195,19 @@ class MachineWorkers:
         # Workers that fail and haven't ended yet may have left a report, too.
         reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
         return cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
+
+    def _end_expelled(self, endpoint: SupervisorEndpoint) -> None:
+        """Kill the workers that are left, some seconds after the world has ended without them."""
+        left = [rank for rank in self._workers if rank < self._plan.workers]
+        if not left or not all(endpoint.ended_without(self._member(rank).id) for rank in left):
+            self._world_ended_at = None
+            return
+        now = time.monotonic()
+        self._world_ended_at = self._world_ended_at or now
+        if now - self._world_ended_at > _EXPELLED_S:
+            self._expelled |= {*left}
+            for rank in left:
+                self._workers[rank].send(signal.SIGKILL)
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
@@ -208,6 +230,9 @@ class MachineWorkers:
             return None
         own = worker.report(name)  # else what its exit status says
         failure = own or FailureReport.of_exit(name, event.returncode)
+        if local_rank in self._expelled and own is None:
+            text = f"{name} was killed: it had not ended after the others had continued without it."
+            failure = FailureReport(text=text, status=1)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
             return failure  # no loss to report: the others end, too

@@ -42,6 +42,9 @@ class SupervisorEndpoint(Protocol):
     def is_lost(self, machine: int) -> bool:
         """Return whether the run continues without a machine, as far as that is known here."""
 
+    def ended_without(self, member: str) -> bool:
+        """Return whether the world has continued without a member, and has ended since."""
+
     def await_change(self, limit: float) -> None:
         """Wait, while members are connected, until they continue without this machine.
 

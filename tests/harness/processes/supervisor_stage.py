@@ -215,6 +215,9 @@ class _Exits:
     def is_lost(self, machine: int) -> bool:
         return False
 
+    def ended_without(self, member: str) -> bool:
+        return False
+
     def await_change(self, limit: float) -> None:
         pass
 

@@ -110,3 +110,10 @@ def remove_records_of_machine(run: Path, machine: int) -> None:
     for record in read_records(run):
         if record.machine == machine:
             record.remove(run)
+
+
+def remove_ended_records(run: Path, machine: int) -> None:
+    """Remove the records of a machine's processes that have ended, as its last process does."""
+    for record in RunProcesses.of(run).ended:
+        if record.machine == machine:
+            record.remove(run)
