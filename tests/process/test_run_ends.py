@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
-from tests.harness.processes.command import all_end
-from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, requires_exact
+from torch import nn
+
+from tests.harness.processes.command import Command, all_end
+from tests.harness.processes.fault_runs import FIRST_KILL, TASK, FaultRun, requires_exact
+from tests.harness.processes.run_folders import wait_until
 
 HOST = os.uname().nodename
 
@@ -25,3 +29,26 @@ def test_a_run_ends_though_an_expelled_worker_stays_frozen(tmp_path: Path) -> No
     assert not (run.run_folder / "members").exists()
     assert all_end(workers)
     requires_exact(run)
+
+
+def test_a_run_whose_supervisor_is_killed_before_it_survives_that_says_so(tmp_path: Path) -> None:
+    words = ("--model", f"{__name__}:held", "--run_id", "r", "--num_workers", "3")
+    command = Command("train", *TASK, *words, folder=tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("held.*"))) == 3)
+    workers = command.family()
+    command.send(signal.SIGKILL)
+    ended = command.wait()
+    assert all_end(workers)
+    assert ended.text.splitlines()[-1] == (
+        "paceline: the supervisor of machine 0 was killed before the run could outlive it: start "
+        "the same command again."
+    )
+    assert ended.text.count("was killed") == 1
+    assert "Traceback" not in ended.text
+
+
+def held(num_labels: int) -> nn.Module:
+    """Never return: the worker waits before its first step, until its supervisor ends it."""
+    Path(f"held.{os.getpid()}").touch()
+    wait_until(lambda: False)
+    raise AssertionError

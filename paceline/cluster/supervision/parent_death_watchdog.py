@@ -13,7 +13,7 @@ What the supervisor writes into the pipe:
     end     before an end that it wants: after a signal, a failure, or a good end
 
 The end of the pipe without the word `end` means that the supervisor was killed. A worker with a
-mark continues then: its world survives the loss of a process.
+mark continues then: its world survives the loss of a process. One without reports that, and ends.
 
 It imports nothing of the package, so that it is up at once and takes little memory.
 """
@@ -30,6 +30,8 @@ from collections.abc import Callable
 
 END = b"end\n"
 """What the supervisor writes before an end that it wants."""
+
+_REPORT_S = 2.0
 
 
 def main(argv: list[str]) -> int:
@@ -52,12 +54,18 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def watch_parent(pipe: int, lost: Callable[[], None] = lambda: None) -> None:
+def watch_parent(
+    pipe: int,
+    lost: Callable[[], None] = lambda: None,
+    ends: Callable[[], None] = lambda: None,
+) -> None:
     """Wait for the supervisor's end; then kill this process's group, unless it survives.
 
     Args:
         pipe: ends with the supervisor.
         lost: called where the supervisor was killed and this worker continues.
+        ends: called where the supervisor was killed and this worker ends with it, which it does
+            some seconds later at the latest.
     """
     with open(pipe, "rb") as lines:
         mark = _opened(lines.readline().rstrip(b"\n"))
@@ -66,6 +74,10 @@ def watch_parent(pipe: int, lost: Callable[[], None] = lambda: None) -> None:
     if mark is not None and not wanted and os.pread(mark, 1, 0):
         lost()
     else:
+        if not wanted:
+            report = threading.Thread(target=ends, daemon=True)
+            report.start()
+            report.join(_REPORT_S)  # no reader may empty the pipe that it writes to
         os.killpg(0, signal.SIGKILL)
 
 

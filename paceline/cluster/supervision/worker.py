@@ -9,7 +9,9 @@ continues where its supervisor was killed (`parent_death_watchdog`); `paceline s
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -31,7 +33,11 @@ from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.survival_mark import declare
 
 
-def run_worker(environment: WorkerEnvironment, work: Callable[[Group, Store], None]) -> None:
+def run_worker(
+    environment: WorkerEnvironment,
+    work: Callable[[Group, Store], None],
+    run: Path | None = None,
+) -> None:
     """Do a worker's work, and end the process with a report to the supervisor if it fails.
 
     A worker that fails or was stopped ends at once, without the interpreter's shutdown: threads
@@ -40,8 +46,9 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Group, Store], No
     Args:
         environment: the worker's rank and machine, and the run's store.
         work: called with the group of all ranks and the store.
+        run: the run's folder, as the user names it, for a message; None: it has none.
     """
-    end_with_supervisor()
+    end_with_supervisor(lambda: report_lost_supervisor(environment, run))
     keep_freed_memory()
     try:
         work(*read_world(environment))
@@ -118,25 +125,51 @@ def report_stop(number: signal.Signals, *, consequence: bool = False) -> None:
             failure.write(Path(environment.error_file))
 
 
-def end_with_supervisor() -> None:
-    """Kill this worker and its children as soon as its supervisor is gone, unless it survives."""
+def end_with_supervisor(lost: Callable[[], None] = lambda: None) -> None:
+    """Kill this worker and its children as soon as its supervisor is gone, unless it survives.
+
+    Args:
+        lost: called in another thread where the supervisor was killed and this worker continues.
+    """
     supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     threading.Thread(
         target=watch_parent,
-        args=(supervisor, _report_lost_supervisor),
+        args=(supervisor, lost, _report_end_with_supervisor),
         name="parent-death watchdog",
         daemon=True,
     ).start()
 
 
-def _report_lost_supervisor() -> None:
+def report_lost_supervisor(environment: WorkerEnvironment, run: Path | None) -> None:
+    """Print that the supervisor was killed, once a machine: the first process that comes does.
+
+    Args:
+        environment: the worker's.
+        run: the run's folder, as the user names it; None: it has none.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0paceline-orphans-{environment.start_id}-{environment.machine}")
+    except OSError:  # another process of the machine has the name
+        claim.close()
+        return
+    claim.detach()  # the name is this process's until its end
+    remedy = "" if run is None else f" End the run with `paceline stop {shlex.quote(str(run))}`."
     print_message(
-        f"the supervisor of process {os.getpid()} was killed; the process continues. "
-        "End the run with paceline stop RUN."
+        f"the supervisor of machine {environment.machine} was killed; its workers continue.{remedy}"
     )
+
+
+def _report_end_with_supervisor() -> None:
+    environment = worker_environment()
+    if environment is not None and environment.local_rank == 0:  # once a machine
+        print_message(
+            f"the supervisor of machine {environment.machine} was killed before the run could "
+            "outlive it: start the same command again."
+        )
 
 
 def end_process(status: int) -> NoReturn:
