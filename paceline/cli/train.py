@@ -73,7 +73,8 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     environment = read_environment()
     worker = environment.worker
     if worker is not None and not worker.runs_command:
-        run_worker(worker, partial(_work, config.with_run_id(worker.run_id)))
+        config = config.with_run_id(worker.run_id)
+        run_worker(worker, partial(_work, config), Path(config.output.output_dir, worker.run_id))
         return 0
     if worker is not None or environment.launched is not None:
         return train_launched(config, environment)

@@ -133,7 +133,9 @@ def test_workers_and_server_of_merges_train_to_the_end_without_their_supervisor(
     run.release()
     ended = run.wait()
     assert ended.status == -signal.SIGKILL, ended.text
-    assert ended.text.count("the supervisor of process ") == 4
+    said = "the supervisor of machine 0 was killed; its workers continue. "
+    assert ended.text.count(f"{said}End the run with `paceline stop runs/r`.") == 1
+    assert ended.text.count("the supervisor of ") == 1
     assert "Finished after " in ended.text
     assert "Traceback" not in ended.text
     assert all_end([*run.workers(), *run.servers()])

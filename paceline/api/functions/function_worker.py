@@ -17,15 +17,21 @@ from paceline.api.functions import function_call
 from paceline.api.open_world import open_world
 from paceline.cluster.environment import read_environment
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.worker import end_with_supervisor
+from paceline.cluster.supervision.worker import end_with_supervisor, report_lost_supervisor
 
 
 def main(path: Path) -> None:
     """Make the call."""
     environment = read_environment()
-    assert environment.worker is not None
-    end_with_supervisor()
-    exit_handler, rank = ExitHandler(environment), environment.worker.local_rank
+    worker = environment.worker
+    assert worker is not None
+
+    def report_lost() -> None:
+        world = open_world()
+        report_lost_supervisor(worker, None if world is None else world._session.run)
+
+    end_with_supervisor(report_lost)
+    exit_handler, rank = ExitHandler(environment), worker.local_rank
     try:
         call = function_call.ReceivedCall(path, rank)
         result = call.make()
