@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
-from paceline.cluster.environment import read_environment
+from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
+from paceline.cluster.rendezvous.registered_machine import deregister_orphaned
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.stores.waiting import call_with_timeout
+from paceline.cluster.supervision.formed_run import FormedRun, finish_orphaned
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.requests.member_record import (
     remove_ended_records,
@@ -35,7 +37,7 @@ from paceline.cluster.supervision.requests.member_record import (
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
-from paceline.cluster.supervision.worker import run_worker
+from paceline.cluster.supervision.worker import is_orphaned, run_worker
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
 from paceline.state.run_folder import RunFolder, choose_run_id
@@ -60,6 +62,8 @@ examples:
         paceline train --train_data train-lmdb
 """
 
+_DEREGISTER_S = 5.0
+
 
 def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     """Run the command with the arguments after its name, `prog`; return its exit status.
@@ -74,7 +78,9 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     worker = environment.worker
     if worker is not None and not worker.runs_command:
         config = config.with_run_id(worker.run_id)
-        run_worker(worker, partial(_work, config), Path(config.output.output_dir, worker.run_id))
+        run_worker(
+            worker, partial(_work, config, worker), Path(config.output.output_dir, worker.run_id)
+        )
         return 0
     if worker is not None or environment.launched is not None:
         return train_launched(config, environment)
@@ -91,10 +97,13 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
     folder.check(config.identity(), anew=anew)
     _check_server(config)
-    plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
+    begun = folder.begun_as(config.identity())
+    plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=begun)
     if folder.finished_as(config.identity()):
         print_message(finished_sentence(run_id))
         if plan.machine == 0 and plan.machines > 1:
+            if not folder.confirmed:  # by another machine, in a folder that all share
+                folder.finish()
             answer_finished(plan)
         return 0
     for note in [*notes(config, gpus), *wiring.check(config, gpus)]:
@@ -128,12 +137,25 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
         )
 
 
-def _work(config: TrainConfig, group: Group, store: Store) -> None:
-    """Train as a supervised worker, which holds the run folder as long as it lives."""
+def _work(config: TrainConfig, environment: WorkerEnvironment, group: Group, store: Store) -> None:
+    """Train as a supervised worker, which holds the run folder as long as it lives.
+
+    Where the supervisor was killed, the workers do at the end what it would have done.
+    """
     path = Path(config.output.output_dir, config.world.run_id)
-    with closing(RunFolder(path, shard_id=group.machine)) as folder:
+    folder = RunFolder(path, shard_id=group.machine)
+    try:
         folder.hold(group.local_rank)
-        train(config, group, store, survives=True)
+        last = train(config, group, store, survives=True)
+        if last.on_machine().ranks[0] == last.rank and is_orphaned(environment):
+            finish_orphaned(environment.store, last, folder.finish)
+    finally:
+        if is_orphaned(environment):
+            remove_ended_records(path, group.machine)
+            if folder.close():
+                deregister = partial(deregister_orphaned, environment.store, group.machine)
+                call_with_timeout(_DEREGISTER_S, deregister)
+        folder.close()
 
 
 def _check_server(config: TrainConfig) -> None:

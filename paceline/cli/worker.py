@@ -30,7 +30,7 @@ from paceline.trainer import Trainer
 _TERMINATED = 143  # the status where another worker received the signal
 
 
-def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = False) -> None:
+def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = False) -> Group:
     """Train as one worker of the world, to the end or until a signal.
 
     Where it doesn't end well, rank 0 saves the newest state in memory.
@@ -40,6 +40,9 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         group: all ranks, as this one sees them.
         store: the store of the start.
         survives: the loss of another worker doesn't end this one.
+
+    Returns:
+        the ranks of the generation that reached the end.
 
     Raises:
         PacelineError: the run failed.
@@ -110,6 +113,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         if not ended:
             sys.exit(signals.status or _TERMINATED)
         run.recorder.event("end", generation=trainer.steps.generation)
+        return run.context.group
 
 
 def _join_membership(

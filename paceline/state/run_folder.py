@@ -8,7 +8,8 @@
     checkpoints/           what the run resumes from
     generation             the number of its newest generation
     lineage.json           that number, and the generations from which it descends
-    finished               there once the run came to its end
+    finished               there once the run came to its end; the text says whether machine 0's
+                           folder has one, too
     members/<name>.json    the run's processes, for `paceline stop` and `paceline status`
     .alive.<machine>       locked by a machine's processes while the run is active there
 
@@ -46,6 +47,7 @@ from paceline.errors import ConfigError, Message, PacelineError
 CONFIG_NAME = "config.toml"
 FINISHED_NAME = "finished"
 _FINISHED = b"finished\n"  # the file's content
+_UNCONFIRMED = b"finished without machine 0\n"  # or this: machine 0 hasn't confirmed it
 _LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, pid
@@ -57,7 +59,7 @@ class RunFolder:
     """Folder of one run, locked by this process from `open` or `hold` until `close`."""
 
     def __init__(self, path: Path, *, shard_id: int) -> None:
-        self.path = path
+        self.path, self._shard_id = path, shard_id
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
@@ -104,7 +106,7 @@ class RunFolder:
                 known = _read(self.path / CONFIG_NAME)
                 if not known or difference(config, known):  # a new run, or more epochs
                     write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
-                    (self.path / FINISHED_NAME).unlink(missing_ok=True)
+                (self.path / FINISHED_NAME).unlink(missing_ok=True)  # it trains again
             except OSError as error:
                 self.close()
                 if error.errno in _FULL:
@@ -127,35 +129,66 @@ class RunFolder:
     def finished_as(self, config: Mapping[str, object]) -> bool:
         """Return whether the run came to its end, with as many epochs as this configuration has.
 
+        Machine 0 decides: the mark of another machine that it hasn't confirmed doesn't count.
+
         Args:
             config: every flag that makes it this run, by name.
         """
         known = _read(self.path / CONFIG_NAME)
-        return is_finished(self.path) and not (known and difference(config, known))
+        decided = self._shard_id == 0 or self.confirmed
+        return decided and is_finished(self.path) and not (known and difference(config, known))
+
+    def begun_as(self, config: Mapping[str, object]) -> bool:
+        """Return whether the run was started before, on this machine, with as many epochs.
+
+        Args:
+            config: every flag that makes it this run, by name.
+        """
+        known = _read(self.path / CONFIG_NAME)
+        return bool(known) and not difference(config, known)
 
     @property
     def begun(self) -> bool:
         """Return whether the run was started before, on this machine."""
         return (self.path / CONFIG_NAME).exists()
 
-    def finish(self) -> None:
+    @property
+    def confirmed(self) -> bool:
+        """Return whether machine 0 has confirmed the mark of the run's end, if there is one."""
+        path = self.path / FINISHED_NAME
+        return not path.is_file() or path.read_bytes() != _UNCONFIRMED
+
+    def finish(self, confirmed: bool = True) -> None:
         """Write down that the run came to its end.
+
+        Args:
+            confirmed: whether machine 0's folder is marked, too, or this is that folder.
 
         Raises:
             PacelineError: the folder can't be written.
         """
         path = self.path / FINISHED_NAME
         with explained_writes(path):
-            write_atomically(path, _FINISHED)
+            write_atomically(path, _FINISHED if confirmed else _UNCONFIRMED)
 
-    def close(self) -> None:
-        """Release the folder; the last of its holders removes the file of the lock."""
-        if self._lock is not None:
-            with suppress(OSError):  # another process of the run still holds it
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock_path.unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+    def close(self) -> bool:
+        """Release the folder; the last of its holders removes the file of the lock.
+
+        Returns:
+            whether this was the last one.
+        """
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return False
+        last = False
+        with suppress(OSError):  # another process of the run still holds it
+            fcntl.lockf(lock, fcntl.LOCK_UN)  # of two that close at once, one is the last
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            last = _is_named(lock, self._lock_path)  # else it is a later start's
+            if last:
+                self._lock_path.unlink()
+        os.close(lock)
+        return last
 
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
@@ -209,7 +242,7 @@ def is_finished(run: Path) -> bool:
         return False
     content = path.read_bytes()
     if content:
-        return content == _FINISHED
+        return content in (_FINISHED, _UNCONFIRMED)
     files = (events.read_bytes().rstrip() for events in run.glob("events.*.jsonl"))
     return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
 

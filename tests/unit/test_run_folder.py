@@ -17,6 +17,7 @@ from paceline.state.run_folder import (
     recorded_lineage,
 )
 
+SAME: dict[str, object] = {"seed": 0}
 END = '{"event": "end", "generation": 0}\n'
 
 
@@ -25,6 +26,28 @@ def test_a_run_that_has_finished_says_so(tmp_path: Path) -> None:
     assert not is_finished(tmp_path)
     folder.finish()
     assert is_finished(tmp_path)
+
+
+def test_what_machine_0_has_not_confirmed_finishes_the_folder_of_machine_0_alone(
+    tmp_path: Path,
+) -> None:
+    first, second = (RunFolder(tmp_path, shard_id=number) for number in (0, 1))
+    assert not first.finished_as(SAME)
+    second.finish(confirmed=False)
+    assert is_finished(tmp_path)
+    assert (first.finished_as(SAME), second.finished_as(SAME)) == (True, False)
+    first.finish()
+    assert second.finished_as(SAME)
+
+
+def test_a_run_that_trains_again_is_not_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, shard_id=1)
+    for _ in range(2):
+        folder.open(SAME)
+        assert not is_finished(tmp_path)
+        folder.finish(confirmed=False)
+        assert folder.close()
+        assert is_finished(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,18 @@ class Folder:
         folder = RunFolder(self.path, shard_id=0)
         return folder.finished_as(config.identity())
 
+    def begun_as(self, config: TrainConfig) -> bool:
+        return RunFolder(self.path, shard_id=1).begun_as(config.identity())
+
 
 def test_a_finished_run_continues_with_more_epochs_and_is_unfinished_until_then(
     tmp_path: Path,
 ) -> None:
     folder, six, eight = Folder(tmp_path / "r"), config_of(num_epochs=6), config_of(num_epochs=8)
+    assert not folder.begun_as(six)
     folder.open(six)
+    assert folder.begun_as(six)
+    assert not folder.begun_as(eight)  # the other machines' mark of six is none of eight
     folder.finish()
     assert folder.finished_as(six)
     assert not folder.finished_as(eight)

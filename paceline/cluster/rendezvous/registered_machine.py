@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.leases.heartbeat import Heartbeat
 from paceline.cluster.membership.leases.lease import ENDED
 from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
-from paceline.cluster.rendezvous.registration import Registration, RunRecord
+from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
@@ -112,16 +113,11 @@ class RegisteredMachine:
 
     def _remove_run(self) -> None:
         """Remove this start, and the run's record if it is this start's."""
-        if self.rendezvous.served_by_run:
-            return  # its entries end with the server
-        if self._is_newest():
-            self.run_store.delete_key("run")
-            self.run_store.delete_key("beat")
-        erase(self.space)
+        if not self.rendezvous.served_by_run:  # else its entries end with the server
+            _remove_start(self.run_store, self.space, self.start_id)
 
     def _is_newest(self) -> bool:
-        text = peek(self.run_store, "run")
-        return text is not None and RunRecord.from_text(text).generation == self.start_id
+        return _is_newest(self.run_store, self.start_id)
 
     def _beat(self, count: int) -> None:
         self._lease_store.set(lease_key(self.registration), str(count))
@@ -131,6 +127,41 @@ class RegisteredMachine:
         if text is not None and self._on_failure is not None:
             self._on_failure(FailureReport.from_text(text))
             self._on_failure = None
+
+
+def deregister_orphaned(space: StoreSpec, machine: int) -> None:
+    """Deregister a machine whose supervisor was killed; its last process does.
+
+    Args:
+        space: address of the start's space in the store.
+        machine: the machine's number.
+
+    Raises:
+        CommError: the store is lost, or another one of `STORE_ERRORS`.
+    """
+    store = open_store(space, STORE_LIMIT)
+    text = peek(store, "world")
+    if text is None or space.served_by_run:
+        return
+    store.set(f"left/{machine}", "1")
+    world, own = RegisteredWorld.from_text(text).registrations, f"orphan of machine {machine}"
+    all_left = store.check([f"left/{number}" for number in range(len(world))])
+    if all_left and store.compare_set("remover", "", own) == own.encode():
+        run, _, start_id = space.space.rpartition("/")
+        _remove_start(open_store(replace(space, space=run), STORE_LIMIT), space, start_id)
+
+
+def _remove_start(run_store: Store, space: StoreSpec, start_id: str) -> None:
+    """Remove a start, and the run's record if it is this start's."""
+    if _is_newest(run_store, start_id):
+        run_store.delete_key("run")
+        run_store.delete_key("beat")
+    erase(space)
+
+
+def _is_newest(run_store: Store, start_id: str) -> bool:
+    text = peek(run_store, "run")
+    return text is not None and RunRecord.from_text(text).generation == start_id
 
 
 def read_registrations(store: Store, key_prefix: str, total: int) -> dict[int, Registration]:

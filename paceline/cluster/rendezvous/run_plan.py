@@ -25,8 +25,8 @@ class RunPlan:
         first_iter_timeout: seconds to wait for the other machines at the start.
         timeout: seconds to wait for the other machines after the start.
         runs_command: whether the workers run the command given to `paceline launch`.
-        begun: whether this machine already took part in the run; if so, the other machines may have
-            finished it.
+        begun: whether this machine already took part in the run, with as many epochs; if so, the
+            other machines may have finished it.
     """
 
     run_id: str = "local"

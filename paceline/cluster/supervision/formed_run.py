@@ -12,7 +12,11 @@ So a mark on another machine means that machine 0 has one. A machine that was ki
 comes back with the same command and reads `finished` in the store, or from `answer_finished`.
 
 Workers that survive the loss of a process agree among themselves that the run is finished. Their
-machine then waits for no other: it marks its run folder, and writes `finished` itself.
+machine marks its run folder also where machine 0 is lost, or confirms nothing within seconds. Its
+mark says so, and the next start of the run then asks machine 0, whose folder may have no mark.
+
+Where the supervisor of a machine was killed, the machine's first worker marks the run folder, and
+its last one deregisters.
 """
 
 from __future__ import annotations
@@ -22,16 +26,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
-from paceline.cluster.membership.generation import Generation
-from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
+from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.rendezvous.registered_machine import (
+    FINISHED,
+    STORE_LIMIT,
+    RegisteredMachine,
+)
 from paceline.cluster.rendezvous.registration import RegisteredWorld
-from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
+from paceline.cluster.stores.store_spec import (
+    STORE_ERRORS,
+    StoreSpec,
+    first_line,
+    open_store,
+    peek,
+)
 from paceline.errors import CommError
 
 _PAUSE_S = 0.05
+_CONFIRM_S = 10.0  # that machine 0 has to confirm what all have agreed upon
+
+MarkFinished = Callable[[bool], None]
+"""Marks a machine's run folder, given whether that of machine 0 is marked, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +88,12 @@ class FormedRun:
 
     def finish(
         self,
-        mark_finished: Callable[[], None],
+        mark_finished: MarkFinished,
         pause: Callable[[float], None],
         limit: float,
         *,
         agreed: bool = False,
+        machine_0_lost: bool = False,
     ) -> None:
         """Mark the run as finished: machine 0 first, the others after it.
 
@@ -83,18 +102,21 @@ class FormedRun:
             pause: sleeps; may raise to end the wait.
             limit: seconds to wait for machine 0.
             agreed: whether this machine's workers agreed with all others that the run is finished;
-                then no machine is waited for.
+                then it is marked, whether machine 0 confirms it or not.
+            machine_0_lost: whether the run continued without machine 0.
 
         Raises:
             PacelineError: the mark can't be written, or machine 0 was killed or reports nothing.
         """
-        decides = agreed or self.registered.is_machine_0
-        if not decides:
+        store = self.registered.store
+        if self.registered.is_machine_0:
+            _decide_finished(mark_finished, store)
+        elif not agreed:
             self._await_finished(pause, limit)
-        mark_finished()
-        if decides:
-            with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
-                self.registered.store.set(FINISHED, "1")
+            mark_finished(True)
+        else:
+            served = self.registered.rendezvous.served_by_run
+            mark_finished(not machine_0_lost and _is_confirmed(store, pause, served_by_run=served))
 
     def deregister(self, pause: Callable[[float], None], timeout: float) -> None:
         """Deregister; the machine that serves the store waits for the others, within a limit.
@@ -141,3 +163,49 @@ class FormedRun:
             f"machine 0 ({self.generation.leader.host}) didn't confirm that the run is "
             f"finished ({reason}): start the same command again on all machines."
         )
+
+
+def finish_orphaned(space: StoreSpec, group: Group, mark_finished: MarkFinished) -> None:
+    """Mark the run as finished where the machine's supervisor was killed; its first worker does.
+
+    Args:
+        space: address of the start's space in the store.
+        group: the ranks that reached the end, as the worker sees them.
+        mark_finished: marks the machine's run folder.
+
+    Raises:
+        PacelineError: the mark can't be written.
+    """
+    store: Store | None = None
+    with suppress(*STORE_ERRORS):  # lost, with the supervisor that served it, say
+        store = open_store(space, STORE_LIMIT)
+    if group.machine == 0:
+        _decide_finished(mark_finished, store)
+    elif store is None or 0 not in group.generation.machines:
+        mark_finished(False)
+    else:
+        mark_finished(_is_confirmed(store, time.sleep, served_by_run=space.served_by_run))
+
+
+def _decide_finished(mark_finished: MarkFinished, store: Store | None) -> None:
+    """Mark machine 0's run folder, and let the others know."""
+    mark_finished(True)
+    if store is not None:
+        with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
+            store.set(FINISHED, "1")
+
+
+def _is_confirmed(store: Store, pause: Callable[[float], None], *, served_by_run: bool) -> bool:
+    """Return whether machine 0 reports within seconds that the run is finished.
+
+    A shared folder or Redis server that was lost in mid-run reports nothing; machine 0 has agreed.
+    """
+    deadline = time.monotonic() + _CONFIRM_S
+    try:
+        while peek(store, FINISHED) is None:
+            if time.monotonic() > deadline:
+                return False
+            pause(_PAUSE_S)
+    except STORE_ERRORS:
+        return not served_by_run
+    return True

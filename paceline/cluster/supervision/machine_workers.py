@@ -32,7 +32,7 @@ from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import EventQueue, Exited, Interrupted
 from paceline.cluster.supervision.failure_report import FailureReport, cause, post
-from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.formed_run import FormedRun, MarkFinished
 from paceline.cluster.supervision.supervisor_file import SupervisorFile
 from paceline.cluster.supervision.worker_exit import SupervisorEndpoint, WorkerExit
 from paceline.cluster.supervision.worker_process import WorkerProcess
@@ -94,7 +94,7 @@ class MachineWorkers:
         self,
         commands: Sequence[Sequence[str]],
         formed: Callable[[FormedRun], None],
-        finish: Callable[[], None] | None,
+        finish: MarkFinished | None,
     ) -> FailureReport | None:
         try:
             failure = self._work(commands, formed, finish)
@@ -128,7 +128,7 @@ class MachineWorkers:
         self,
         commands: Sequence[Sequence[str]],
         formed: Callable[[FormedRun], None],
-        finish: Callable[[], None] | None,
+        finish: MarkFinished | None,
     ) -> FailureReport | None:
         """Do all that ends well (None) or with a reason for the run's end."""
         try:
@@ -136,7 +136,11 @@ class MachineWorkers:
             failure = self._start(commands) or self._first_failure()
             if failure is None and finish is not None:
                 self._run.finish(
-                    finish, self._events.pause, self._plan.timeout, agreed=self._survivable
+                    finish,
+                    self._events.pause,
+                    self._plan.timeout,
+                    agreed=self._survivable,
+                    machine_0_lost=self._endpoint is not None and self._endpoint.is_lost(0),
                 )
         except Interrupted as end:
             failure = reason_of(end.event, self._machine())

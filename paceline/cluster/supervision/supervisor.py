@@ -18,7 +18,7 @@ from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.event_queue import EventQueue, Interrupted
 from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.formed_run import FormedRun, MarkFinished
 from paceline.cluster.supervision.machine_workers import (
     MachineWorkers,
     OpenEndpoint,
@@ -87,7 +87,7 @@ def supervise(
     *,
     report: Callable[[str], None] = print_message,
     formed: Callable[[FormedRun], None] = lambda run: None,
-    finish: Callable[[], None] | None = None,
+    finish: MarkFinished | None = None,
     server: Sequence[str] = (),
     open_endpoint: OpenEndpoint | None = None,
 ) -> int:
@@ -131,7 +131,7 @@ def run_workers(
     report: Callable[[str], None] = print_message,
     report_failure: Callable[[FailureReport], None] = lambda failure: None,
     formed: Callable[[FormedRun], None] = lambda run: None,
-    finish: Callable[[], None] | None = None,
+    finish: MarkFinished | None = None,
     server: Sequence[str] = (),
     open_endpoint: OpenEndpoint | None = None,
 ) -> FailureReport | None:
@@ -170,11 +170,11 @@ def run_workers(
     return failure
 
 
-def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureReport:
+def _finish_late(plan: RunPlan, finish: MarkFinished | None) -> FailureReport:
     """Return the line about a run that was finished before; its status is 0."""
     try:
         if finish is not None:
-            finish()
+            finish(True)
     except PacelineError as error:
         return FailureReport.of(error)
     return FailureReport(text=finished_sentence(plan.run_id), status=0)

@@ -29,6 +29,14 @@ class SupervisorFile:
         os.close(self._memory)
 
 
+def is_open(path: str | Path) -> bool:
+    """Return whether the supervisor of a file still lives."""
+    try:
+        return os.readlink(path).startswith(_LINK)
+    except OSError:
+        return False
+
+
 def write_supervisor_file(path: str | Path, text: str) -> None:
     """Replace the file's text, in one call.
 
@@ -36,6 +44,6 @@ def write_supervisor_file(path: str | Path, text: str) -> None:
         OSError: the supervisor has ended. Its process number may be another process's by now, so
             that a file of another kind isn't written.
     """
-    if not os.readlink(path).startswith(_LINK):
+    if not is_open(path):
         raise FileNotFoundError(f"{path} is no file of a supervisor")
     Path(path).write_text(text)

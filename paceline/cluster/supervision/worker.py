@@ -30,6 +30,7 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import watch_parent
 from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.supervision.supervisor_file import is_open
 from paceline.cluster.supervision.survival_mark import declare
 
 
@@ -109,6 +110,11 @@ def _declare(*, closed: bool) -> None:
     if environment is not None and environment.survival_mark:
         with suppress(OSError):  # the supervisor has ended
             declare(environment.survival_mark, closed=closed)
+
+
+def is_orphaned(environment: WorkerEnvironment) -> bool:
+    """Return whether this worker's supervisor was killed."""
+    return not is_open(environment.survival_mark)
 
 
 def report_stop(number: signal.Signals, *, consequence: bool = False) -> None:

@@ -233,5 +233,10 @@ def _supervise(
     os.dup2(output, 1)
     os.dup2(output, 2)
     endpoint = partial(_Exits, exits) if exits else None
-    marks = finish.touch if finish else None
+
+    def mark(confirmed: bool) -> None:
+        assert finish is not None
+        finish.write_text("confirmed" if confirmed else "unconfirmed")
+
+    marks = mark if finish else None
     sys.exit(supervise(plan, argv, finish=marks, open_endpoint=endpoint))
