@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.cli.main import main
@@ -98,6 +99,7 @@ def test_workers_are_stopped_whose_supervisor_is_killed_while_it_is_asked(
         actor.obey("survive", "stop-softly", f"present {tmp_path}")
     record_of_supervisor(supervisor).write(tmp_path)
     supervisor.send(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(supervisor.process.pid).status() == psutil.STATUS_STOPPED)
     with ThreadPoolExecutor(1) as pool:
         stopping = pool.submit(stop_run, tmp_path, LIMIT)
         wait_until(lambda: signal.SIGTERM in pending(supervisor))

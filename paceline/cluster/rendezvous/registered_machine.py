@@ -153,8 +153,10 @@ def deregister_orphaned(space: StoreSpec, machine: int) -> None:
 
 def _remove_start(run_store: Store, space: StoreSpec, start_id: str) -> None:
     """Remove a start, and the run's record if it is this start's."""
-    if _is_newest(run_store, start_id):
+    newest = _is_newest(run_store, start_id)
+    if newest:
         run_store.delete_key("run")
+    if newest or peek(run_store, "run") is None:  # a beat may have come after the removal
         run_store.delete_key("beat")
     erase(space)
 
