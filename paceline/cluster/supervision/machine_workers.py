@@ -22,6 +22,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 
 from paceline.cluster.membership.generation import Member
@@ -185,7 +186,13 @@ class MachineWorkers:
         self._isolated = not failures
         # Workers that fail and haven't ended yet may have left a report, too.
         reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
-        return cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
+        reason = cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
+        if reason is None or not self._isolated:
+            return reason
+        rest = "No worker is left: start the same command again, and the run resumes."
+        if self._plan.machines > 1:
+            rest = "No worker of this machine is left."
+        return replace(reason, text=f"{reason.text} {rest}")
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
@@ -210,6 +217,9 @@ class MachineWorkers:
         failure = own or FailureReport.of_exit(name, event.returncode)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
+            if own is None and not stopped and not worker.survives and self._endpoint is not None:
+                why = "The others end, too: a run outlives a loss from its first step on."
+                return replace(failure, text=f"{failure.text} {why}")
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
