@@ -435,7 +435,7 @@ def test_a_leader_that_is_outside_the_world_writes_no_file(tmp_path: Path) -> No
     run_ranks(2, work)
     assert not found[0]
     assert found[1]
-    assert min(found[1]) >= 6
+    assert min(found[1]) >= 4  # which is committed two steps later
 
 
 class Taught(nn.Module):
