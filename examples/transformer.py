@@ -142,7 +142,7 @@ def main() -> None:
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
-            for windows in test:
+            for windows in world.evaluation(test):
                 loss = loss_of(model, windows.to(world.device)).item()
                 sums += torch.tensor([loss * len(windows), len(windows)], dtype=torch.float64)
         loss, seen = world.total(sums).tolist()

@@ -11,7 +11,7 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
     ├── ReplicasDiffer                    the ranks' states aren't equal any more
-    ├── ServerLost                        the server of merges: a run doesn't continue without it
+    ├── ServerLost                        the averaging server: a run doesn't continue without it
     └── Diverged                          the loss became NaN, or exploded
 
 A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
@@ -117,7 +117,14 @@ class ConfigError(PacelineError, ValueError):
 
 
 class CommError(PacelineError):
-    """Error of communication with other processes."""
+    """Error of communication with other processes.
+
+    Attributes:
+        of_call: whether it is of a call that all ranks must make, and a peer perhaps didn't make.
+            Where several ranks wait for each other, that tells more than the others' errors.
+    """
+
+    of_call = False
 
 
 class PeerLost(CommError):
@@ -166,24 +173,19 @@ class PeerLost(CommError):
         return self._changed(name=name) if self.operation else self
 
     def _changed(self, *, operation: str = "", name: str = "") -> PeerLost:
-        return PeerLost(
+        changed = PeerLost(
             rank=self.rank,
             peer=self.peer,
             operation=operation or self.operation,
             cause=self.cause,
             name=name or self.name,
         )
+        changed.of_call = self.of_call
+        return changed
 
 
 class CommTimeout(CommError):
-    """Error of an operation that reached its timeout without an answer from a peer.
-
-    Attributes:
-        of_call: whether all ranks must make a call that a peer didn't make. That is the cause where
-            several ranks wait for each other.
-    """
-
-    of_call = False
+    """Error of an operation that reached its timeout without an answer from a peer."""
 
 
 class DataError(PacelineError):
@@ -215,7 +217,7 @@ class ReplicasDiffer(PacelineError):
 
 
 class ServerLost(PacelineError):
-    """Error of a run whose server of merges was lost: no generation of the world follows."""
+    """Error of a run whose averaging server was lost: no generation of the world follows."""
 
 
 class Diverged(PacelineError):

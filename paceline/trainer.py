@@ -45,7 +45,7 @@ class Trainer:
             self.steps.run_generations(self._run_epochs)
 
     def _run_epochs(self) -> None:
-        if self.steps.went_back and self.steps.position.step == 0:
+        if self.steps.recovery.went_back and self.steps.position.step == 0:
             self.save()  # the leader may have been lost before it saved the epoch
             self.steps.save()
         for epoch in range(self.steps.position.epoch, self.epochs):

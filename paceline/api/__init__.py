@@ -2,7 +2,7 @@
 
 from paceline.api.join import join
 from paceline.api.launch import launch
-from paceline.api.loader import Loader, loader
+from paceline.api.loaders.loader import Loader, loader
 from paceline.api.parallelize import parallelize
 from paceline.api.world import World
 from paceline.update.outer.average import Average

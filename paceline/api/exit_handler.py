@@ -57,7 +57,7 @@ class ExitHandler:
         self._interactive = environment.interactive
         worker = environment.worker
         self._process_end: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
-        self.rescue: Callable[[], str] = lambda: ""
+        self.rescue: Callable[[BaseException], str] = lambda error: ""
         self._alone = worker is None
         current = sys.excepthook
         self._previous_hook: _Hook = (
@@ -123,6 +123,6 @@ class ExitHandler:
             status = 1
         else:
             status = self._process_end.fail(error)
-        if saved := self.rescue():
+        if saved := self.rescue(error):
             print_message(saved)
         return status

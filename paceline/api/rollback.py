@@ -5,21 +5,46 @@
             …                           on a plain model, which is not updated
         schedule.step()                 undone with the rest
                                         the next batch is the snapshot's: the run went back
+    for x, y in world.evaluation(test): a peer is lost: nothing is undone, because the newest
+    next epoch                          snapshot is that of the epoch's last step
 
 Between the loss and the next batch the model has no hooks, and its state may be anything: nothing
 is sent, and what the script changes is restored with the snapshot.
+
+A rank may learn of a loss at a later place of the script than another: the latter's collective
+operation failed, that of the former was complete. So all ranks of the next generation compare their
+places, and a rank that is behind goes on to the next place, without a further operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
+
+import torch
 
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
+from paceline.comm.communicator import gather_texts
 from paceline.errors import CommError
 from paceline.replica.group import AnyReplica
+from paceline.run.run import Run
 from paceline.run.steps import Steps
+
+_MEETING = "the comparison of the ranks' places in the script, after a loss"
+
+
+class Place(IntEnum):
+    """Place in a script between two steps, in the order in which a script comes by them.
+
+    Evaluations between the same steps are `EVALUATION`, `EVALUATION` + 1, …
+    """
+
+    EPOCH_END = 0
+    EVALUATION = 1
+    NEXT_EPOCH = 10**9
+    STEP = NEXT_EPOCH + 1
 
 
 class Rollback:
@@ -28,16 +53,29 @@ class Rollback:
     Args:
         position: the run's position.
         end: the world's end, where the run can't continue.
+        run: the run.
+        device: of the communicator's tensors.
 
     Attributes:
         steps: the steps of the model; None: there is no model yet.
         error: reports the lost peer, until the loader goes back to a snapshot; None: none is lost.
+        moved: whether the ranks have changed since the loader's last batch, without a return.
     """
 
-    def __init__(self, position: SamplePosition, end: WorldEnd) -> None:
-        self._position, self._end = position, end
+    def __init__(
+        self, position: SamplePosition, end: WorldEnd, run: Run, device: torch.device
+    ) -> None:
+        self._position, self._end, self._run, self._device = position, end, run, device
+        self._behind = False  # other ranks are at a later place
         self.steps: Steps | None = None
         self.error: CommError | None = None
+        self.moved = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether the loop continues where a peer is lost; the same on all ranks."""
+        known = self.steps is not None and self._position.order is not None
+        return known and self.steps is not None and self.steps.recovery.survives
 
     def lose(self, error: CommError) -> None:
         """Leave a generation that has lost a peer; raise its error where the run can't continue."""
@@ -45,18 +83,65 @@ class Rollback:
             return
         if self.steps is None or self._position.order is None:
             raise error
-        self.steps.leave_generation(error)
+        self.steps.recovery.leave_generation(error)
         self.error = error
 
-    def go_back(self) -> int:
-        """Go back to a snapshot, and enter the next generation; return the epoch's next step."""
+    def continue_steps(self) -> int:
+        """Go back to a snapshot, if a peer is lost, and let steps continue; return the next one."""
+        if self.error is not None:
+            self.go_back()
+        self.moved = False
+        self.reach(Place.STEP)
+        return self._position.position.step
+
+    def go_back(self) -> None:
+        """Go back to a snapshot, and enter the next generation."""
         assert self.steps is not None
         assert self.error is not None
         with self._end.exit_on_stop():
-            self.steps.go_back(self.error)
-        self.error = None
+            self.steps.recovery.go_back(self.error)
+        self._note_entered()
+
+    def enter_here(self, error: CommError) -> None:
+        """Enter the next generation in the present state: no step was made since its snapshot.
+
+        Raises:
+            CommError: the ranks have no snapshot of the present state.
+        """
+        assert self.steps is not None
+        self.lose(error)
+        with self._end.exit_on_stop():
+            self.steps.recovery.go_back(error, unchanged=True)
+        self._note_entered()
+        self.moved = True
+
+    def reach(self, place: int) -> bool:
+        """Return whether the ranks' operation at a place is to be made, or made again.
+
+        It isn't where another rank has completed it; this one then continues to the next place.
+        """
+        while self._behind:
+            try:
+                places = self._gather_places(place)
+            except CommError as error:
+                if place == Place.STEP:
+                    self.lose(error)
+                    self.go_back()
+                else:
+                    self.enter_here(error)
+                continue
+            if place < max(places):
+                return False
+            self._behind = min(places) < place
+        return True
+
+    def _note_entered(self) -> None:
+        self.error, self._behind = None, True
         self._position.discard_waiting()
-        return self._position.position.step
+
+    def _gather_places(self, place: int) -> list[int]:
+        communicator = self._run.context.communicator
+        return list(map(int, gather_texts(communicator, str(int(place)), self._device, _MEETING)))
 
     @contextmanager
     def accumulating(self, replica: AnyReplica) -> Iterator[None]:

@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments
-from paceline.api.rollback import Rollback
+from paceline.api.rollback import Place, Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
@@ -55,6 +56,7 @@ class ScriptLoop:
         position: the run's position.
         end: the world's end.
         begin: called once, when the first step begins.
+        device: of the communicator's tensors.
 
     Attributes:
         steps: the steps of the models; None: there is no model yet.
@@ -65,12 +67,18 @@ class ScriptLoop:
     """
 
     def __init__(
-        self, run: Run, position: SamplePosition, end: WorldEnd, begin: Callable[[], None]
+        self,
+        run: Run,
+        position: SamplePosition,
+        end: WorldEnd,
+        begin: Callable[[], None],
+        device: torch.device,
     ) -> None:
         self._run, self._position, self._end, self._begin = run, position, end, begin
         self.steps: Steps | None = None
         self.replica: AnyReplica | None = None
-        self.rollback = Rollback(position, end)
+        self.rollback = Rollback(position, end, run, device)
+        self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.loaders, self.begun = 0, False
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
@@ -159,21 +167,29 @@ class ScriptLoop:
     def begin_epoch(self) -> int:
         """End the epoch of the loader's last iteration; return the first step of the next one.
 
-        A lost peer takes the run back to here, not to the earlier epoch: what the script has done
-        between them isn't repeated.
+        Where a peer is lost here, or was since the epoch's last step, nothing is undone, because
+        what the script has done since isn't repeated.
         """
         self._end.require_open("the loader")
         if self._position.unfinished:
             self.discard_batches()
         self._position.waiting.clear()  # slices of an iteration that was left early
-        if self._position.next_is_another and self.steps is not None:
-            with errors_name_arguments():
-                self.steps.end_epoch()
-        self._position.begin_iteration()
-        if self.steps is not None:
-            with errors_name_arguments():
-                self.steps.take_snapshot()
-        return self._position.position.step
+        another = self._position.next_is_another
+        while self.steps is not None and self.rollback.reach(Place.NEXT_EPOCH):
+            try:
+                with errors_name_arguments():
+                    if another and self._position.position.step > 0:
+                        self.steps.end_epoch()
+                    self._position.begin_iteration()
+                    self.steps.take_snapshot()
+                break
+            except CommError as error:
+                if not self.rollback.possible:
+                    raise
+                self.rollback.enter_here(error)
+        if not self._position.iterating:
+            self._position.begin_iteration()
+        return self.rollback.continue_steps()
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -205,14 +221,45 @@ class ScriptLoop:
             the step from which the next generation continues, where a peer is lost.
         """
         self._position.require_all_trained()
-        if self.steps is not None:
-            with self._end.exit_on_stop():
+        if self.steps is None:
+            return None
+        done = self._position.position.number
+        with self._end.exit_on_stop():
+            while self.rollback.reach(Place.EPOCH_END):
                 try:
                     self.steps.end_steps()
+                    if self.rollback.possible:
+                        self.steps.take_snapshot()
+                    break
                 except CommError as error:
                     self.rollback.lose(error)
-                    return self.rollback.go_back()
+                    self.rollback.go_back()
+                    if self._position.position.number != done:
+                        return self.rollback.continue_steps()
         return None
+
+    def begin_evaluation(self, call: str) -> int:
+        """Let an evaluation begin, during which the ranks may change; return its place.
+
+        Args:
+            call: the call of the script.
+
+        Raises:
+            ConfigError: a step is active, or there is no model.
+            CommError: a peer is lost, and the others can't continue from here.
+        """
+        steps = self.require_between_steps(call)
+        done, place = self._position.position.number, int(Place.EVALUATION)
+        if self._evaluated is not None and self._evaluated[0] == done:
+            place = self._evaluated[1] + 1
+        self._evaluated = done, place
+        while self.rollback.possible and self.rollback.reach(place):
+            try:
+                steps.take_snapshot()
+                break
+            except CommError as error:
+                self.rollback.enter_here(error)
+        return place
 
     def finish(self) -> None:
         """Save the state after the last step, unless there is none.
@@ -256,14 +303,11 @@ class ScriptLoop:
         Raises:
             CommError: it doesn't: the same command resumes the run, and repeats its last steps.
         """
-        done = self._position.position.number
         while True:
-            self.rollback.lose(error)
-            self.rollback.go_back()
-            if self._position.position.number != done:
-                raise error
+            self.rollback.enter_here(error)
             try:
-                self._save_last(steps)
+                if self.rollback.reach(Place.NEXT_EPOCH):
+                    self._save_last(steps)
                 return steps.finish(together=True)
             except CommError as another:
                 error = another
@@ -298,9 +342,9 @@ class ScriptLoop:
         if self.replica is not None and (self._failed or self._position.waiting):
             self.replica.discard_batches()
 
-    def rescue(self) -> int | None:
+    def rescue(self, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""
-        return None if self.steps is None else self.steps.rescue()
+        return None if self.steps is None else self.steps.rescue(leaderless)
 
     def require_replica(self, call: str) -> AnyReplica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""

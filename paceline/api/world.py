@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
-from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.supervisor import print_message, save_after
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
@@ -49,9 +49,10 @@ from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
+from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, Steps
+from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
@@ -80,7 +81,7 @@ class World:
         self._bound = session.resources.enter_context(ExitStack())  # what binds them; replaceable
         self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
-        self._loop = ScriptLoop(run, self._position, self._end, self._begin)
+        self._loop = ScriptLoop(run, self._position, self._end, self._begin, session.device)
         link = session.link
         self._next_generation: NextGeneration | None = (
             None if link is None else link.next_generation
@@ -254,6 +255,36 @@ class World:
             require_same_call(communicator, "world.total()", form, self.device, what)
             return total(communicator, values, what).to(tensor.device)
 
+    def evaluation(self, loader: object) -> Iterator[Any]:
+        """Yield the batches of an evaluation that outlives lost peers. All ranks call it.
+
+        Each sample is yielded once, on one rank, as by the loader itself. Where a peer is lost
+        meanwhile, the others continue in the next generation: what it had to evaluate is divided
+        among them, and what they have evaluated isn't repeated. So sums that a rank adds up in the
+        loop, and `world.total` after it, count each sample once.
+
+        All ranks must iterate to the end, where they wait for each other. Where a loss ends the run
+        anyway, it is the loader's own iteration.
+
+        Args:
+            loader: `paceline.loader` of a map-style data set, with `train=False`.
+
+        Raises:
+            ConfigError: it is another loader, or a step is active.
+            CommError: a peer is lost, and the others can't continue from here, or it is silent.
+        """
+        self._end.require_open("world.evaluation()")
+        batches = getattr(loader, "_surviving_batches", None)
+        if batches is None:
+            raise ConfigError(
+                f"world.evaluation() got {type(loader).__name__}: pass a paceline.loader() of a "
+                "map-style data set, with train=False; iterate over anything else directly."
+            )
+        if self._loop.in_step:
+            raise ConfigError("world.evaluation() was called inside a step: call it between steps.")
+        chosen: Iterator[Any] = batches()
+        return chosen
+
     def track(self, *objects: Restorable, **named: Restorable) -> None:
         """Save the state of more objects in checkpoints; a resumed run restores it at once.
 
@@ -420,7 +451,7 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         """Save the newest state in memory, while it can be recorded, and close all resources."""
-        self._rescue()
+        self._rescue(error)
         self._end.release(kind, error, traceback)
 
     def _end_for_next(self) -> None:
@@ -440,10 +471,16 @@ class World:
                 saved = f"; its state after {many(steps, 'step')} is saved in {run}"
         print_message(f"the world that was still open is closed{saved}.")
 
-    def _rescue(self) -> str:
-        """Save the newest state in memory, from any thread; return a sentence for the user."""
-        steps, run = self._loop.rescue(), self._session.run
-        return saved_sentence(run, steps) if steps and run is not None else ""
+    def _rescue(self, error: BaseException | None = None) -> str:
+        """Save the newest state in memory, from any thread; return a sentence for the user.
+
+        Args:
+            error: why the script ends; None: a signal.
+        """
+        run = self._session.run
+        if run is None:
+            return ""
+        return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
     def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:
         """Make steps of these models and optimizers from now on; for each pair its replica."""
@@ -565,7 +602,7 @@ class World:
             steps.speeds.batch_size = order.batch_size
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
-        steps.record_start(
+        steps.recovery.record_start(
             self._start.origin,
             samples=order and order.samples,
             steps=order and order.steps,
@@ -576,7 +613,7 @@ class World:
         )
         self._start = replace(self._start, state=None)
         link = self._session.link
-        if link is not None and order is not None and steps.survives:
+        if link is not None and order is not None and steps.recovery.survives:
             link.begin(self._run, self._session.run)
             declare_survivable()
 

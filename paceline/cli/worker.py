@@ -15,11 +15,10 @@ from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import RESUMES, print_message, saved_sentence
+from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
@@ -125,9 +124,9 @@ def _join_membership(
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
 
-    def rescue(*, leaderless: bool = False, resumes: str = RESUMES) -> str:
-        steps = trainer.steps.rescue(leaderless=leaderless)
-        return saved_sentence(folder, steps, resumes) if steps else ""
+    def rescue(error: BaseException | None = None) -> str:
+        first_here = trainer.steps.run.context.group.local_rank == 0
+        return save_after(error, folder, trainer.steps.rescue, first_here=first_here)
 
     with signals.received(rescue):
         try:
@@ -137,14 +136,8 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
             ended = False
             if trainer.steps.run.context.group.rank == 0:
                 print_message(saved_sentence(folder, trainer.steps.position.number))
-        except OutsideWorld as error:
-            first_here = trainer.steps.run.context.group.local_rank == 0
-            resumes = "the run continues on other machines" if error.others_continue else RESUMES
-            if not error.expelled and (saved := rescue(leaderless=first_here, resumes=resumes)):
-                print_message(saved)
-            raise
-        except BaseException:
-            if saved := rescue():
+        except BaseException as error:
+            if saved := rescue(error):
                 print_message(saved)
             raise
         trainer.replica.drain()
@@ -152,7 +145,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
 
 
 def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
-    trainer.steps.record_start(
+    trainer.steps.recovery.record_start(
         start.origin,
         model=config.model.name,
         device=trainer.device.type,

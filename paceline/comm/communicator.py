@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.errors import CommTimeout, ConfigError
+from paceline.errors import CommError, ConfigError
 
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
 
@@ -148,7 +148,7 @@ def require_same_call(
     """
     try:
         texts = gather_texts(communicator, f"{call}\n{given}", device, operation)
-    except CommTimeout as error:
+    except CommError as error:
         error.of_call = True
         raise
     own = texts[communicator.rank]

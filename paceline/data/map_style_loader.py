@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from paceline.data.order import Indices, Order
 from paceline.data.seeded_dataset import MapStyle, SeededDataset
 from paceline.errors import ConfigError, DataError
 
+_END = object()  # after the last batch
 _WORKERS = 5  # a purpose: the seeds of worker processes, from which only collation may draw
 
 
@@ -112,6 +113,43 @@ class MappedLoader:
 
         workers = self._options["num_workers"]
         asked = _Asked(order.epoch_indices(epoch), place_of, range(first_step, order.steps))
+        with self._batches(asked, epoch) as batches:
+            for step in range(first_step, order.steps):
+                place = place_of(step)
+                asked.require(place)
+                made = None
+                while made != place:
+                    with as_data_errors(workers):
+                        batch = next(batches)
+                    made = asked.places.popleft()
+                yield place, batch
+
+    def samples(self, epoch: int, positions: Iterable[Indices]) -> Generator[Any, None, None]:
+        """Yield a batch of the samples at some positions of an epoch's order, for each of several.
+
+        Args:
+            epoch: the epoch's number.
+            positions: (n,) positions of each batch.
+
+        Raises:
+            DataError: as `epoch`.
+        """
+        indices = self._order.epoch_indices(epoch)
+        asked = ([(epoch, index) for index in indices[each].tolist()] for each in positions)
+        with self._batches(asked, epoch) as batches:
+            while True:
+                with as_data_errors(self._options["num_workers"]):
+                    batch = next(batches, _END)
+                if batch is _END:
+                    return
+                yield batch
+
+    @contextmanager
+    def _batches(
+        self, asked: Iterable[list[tuple[int, int]]], epoch: int
+    ) -> Iterator[Iterator[Any]]:
+        """Open torch's DataLoader, which yields a batch of each list of (epoch, record)."""
+        workers = self._options["num_workers"]
         loader = DataLoader(
             self._dataset,
             batch_sampler=asked,
@@ -127,15 +165,7 @@ class MappedLoader:
             )
             batches: Any = iter(loader)
         try:
-            for step in range(first_step, order.steps):
-                place = place_of(step)
-                asked.require(place)
-                made = None
-                while made != place:
-                    with as_data_errors(workers):
-                        batch = next(batches)
-                    made = asked.places.popleft()
-                yield place, batch
+            yield batches
         finally:
             if workers:
                 # What torch itself calls, but only once nothing refers to `batches` any more, and

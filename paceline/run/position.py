@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(kw_only=True)
@@ -27,3 +29,8 @@ class Position:
     best: float | None = None
     snapshot_interval: int = 0
     shares: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Replace the values of these fields."""
+        for name, value in values.items():
+            setattr(self, name, value)

@@ -288,10 +288,16 @@ class StepSnapshots:
         self._summaries.append(summary)
         self.commits.note_sums(summary)
 
-    def restore(self, name: SnapshotName) -> tuple[dict[str, Any], OwnPart]:
+    def restore(
+        self, name: SnapshotName, *, objects: bool = True
+    ) -> tuple[dict[str, Any], OwnPart]:
         """Restore a snapshot that all ranks of the next generation hold, and drop newer ones.
 
         Older ones stay until the generation commits one of its own.
+
+        Args:
+            name: the snapshot's.
+            objects: restore model, optimizer and tracked objects. Otherwise they stay as they are.
 
         Returns:
             the position that `take` was given, and what this rank alone has of it.
@@ -303,7 +309,8 @@ class StepSnapshots:
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
         self._interval.steps, self._off = position["snapshot_interval"], False
-        restore_state(state, self.objects)
+        if objects:
+            restore_state(state, self.objects)
         if isinstance(self._replica, AveragedReplica):
             self._replica.begin_from(state)
         del position["sent"], position["members"]

@@ -14,38 +14,32 @@ the same snapshots (`CheckpointSchedule`):
 from __future__ import annotations
 
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 
-from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.lineage import as_values
 from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.observe.change_account import ChangeAccount
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
-from paceline.run.durable_state import DurableState, EpochSize, Restored, sentence_of
 from paceline.run.position import Position
+from paceline.run.recovery.durable_state import DurableState
+from paceline.run.recovery.recovery import NextGeneration, Recovery
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
-from paceline.state.snapshots import SnapshotName
 
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP, _BEFORE_STEP = 3, 4
@@ -53,30 +47,6 @@ _IN_STEP, _BEFORE_STEP = 3, 4
 
 class Stop(Exception):
     """Exception that stops the run at a step boundary, after the state has been saved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Successor:
-    """Decision about the next generation: its ranks, and the snapshot to resume from.
-
-    Attributes:
-        group: all its ranks, as this one sees them.
-        start: the snapshot from which it continues, which all its ranks hold; None: it continues
-            from the durable state.
-        parts: for members that aren't in it, what the snapshot has of each alone; each of them is
-            given to one rank.
-        detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
-            training thread.
-    """
-
-    group: Group
-    start: SnapshotName | None
-    parts: Sequence[OwnPart] = ()
-    detected_at: float | None = None
-
-
-NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
-"""Decides, given the lost connection and the names of the snapshots that this rank holds."""
 
 
 class Steps:
@@ -101,7 +71,7 @@ class Steps:
 
     Attributes:
         position: the run's position.
-        went_back: whether the run went back to an earlier state since this start.
+        recovery: goes back and enters the next generation where a peer is lost.
     """
 
     def __init__(
@@ -123,12 +93,8 @@ class Steps:
         speeds: WorkerSpeeds | None = None,
     ) -> None:
         self.speeds = speeds
-        self._snapshots, self._next_generation = snapshots, next_generation
-        self._durable = durable
-        self.went_back = False
-        self._changes = ChangeAccount()
+        self._snapshots = snapshots
         self._check = snapshots.check
-        self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
         if writer is not None:
@@ -146,19 +112,26 @@ class Steps:
             device,
             settle=self._settle,
         )
-        self._begin_generation(saved=True)
+        self._account = ChangeAccount()
+        self.recovery = Recovery(
+            replica,
+            run,
+            snapshots,
+            position,
+            self,
+            self._account,
+            next_generation=next_generation,
+            durable=durable,
+        )
+        self.begin_generation(saved=True)
 
     @property
     def generation(self) -> int:
         """The number of the run's present generation, for the ledger."""
         return self.run.context.group.generation.number
 
-    @property
-    def survives(self) -> bool:
-        """Whether the loss of a peer leads to another generation; the same on all ranks."""
-        return self._next_generation is not None and self._snapshots.on
-
-    def _begin_generation(self, *, saved: bool) -> None:
+    def begin_generation(self, *, saved: bool) -> None:
+        """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -168,35 +141,6 @@ class Steps:
             self.speeds.begin_generation()
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
-
-    def record_start(self, origin: str | None, **fields: object) -> None:
-        """Record the start of the run; that of a later generation is recorded with the same fields.
-
-        Args:
-            origin: path of another run's checkpoint from which the run starts.
-            fields: of the event `run`, besides the ranks.
-        """
-        self._start_fields, group = fields, self.run.context.group
-        generation = group.generation
-        self.run.recorder.event(
-            "run",
-            generation=self.generation,
-            id=generation.id,
-            start=generation.start,
-            ancestors=as_values(generation.ancestors),
-            rank=group.rank,
-            world_size=group.size,
-            members=[member.id for member in generation.members],
-            machines=len(generation.workers_per_machine),
-            **fields,
-        )
-        self.run.recorder.event(
-            "restore",
-            generation=self.generation,
-            step=self.position.number,
-            epoch=self.position.epoch,
-            origin=origin,
-        )
 
     def run_generations(self, train: Callable[[], None]) -> None:
         """Call `train`, which continues from the position; once more in each later generation.
@@ -209,9 +153,9 @@ class Steps:
             try:
                 return train()
             except CommError as error:
-                self.leave_generation(error)
+                self.recovery.leave_generation(error)
                 lost = error
-            self.go_back(lost)
+            self.recovery.go_back(lost)
 
     def take_snapshot(self) -> None:
         """Take a snapshot between two steps; the run goes back no further. All ranks call it.
@@ -222,109 +166,6 @@ class Steps:
         self._end_measured_steps()
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
-
-    def leave_generation(self, error: CommError) -> None:
-        """Close the present generation's connections: the model is a plain one until `go_back`.
-
-        Args:
-            error: reports the lost connection; raised where the run can't continue.
-        """
-        if not self.survives:
-            raise error
-        self._changes.lose(self.position.number)
-        self._replica.leave_generation()
-        self.run.context.abort()
-        _clear_frames(error)
-
-    def go_back(self, error: CommError) -> None:
-        """Go back to a snapshot, and enter the next generation; collective among its ranks.
-
-        Where one of them is lost meanwhile, the generation after that is entered. Where all copies
-        of a part of the state are lost, they go back to the durable state.
-
-        Raises:
-            CommError: there is no next generation.
-            RankStateError: members that aren't in it had state that no other has.
-            CheckpointError: no member can read the durable state.
-            ServerLost: the run has no server of merges any more; the state is saved.
-        """
-        assert self._next_generation is not None
-        reached = replace(self.position)
-        while True:
-            self._changes.leave()
-            successor = self._next_generation(error, self._snapshots.held)
-            self._changes.decide(successor.detected_at)
-            try:
-                if successor.start is None:
-                    self._enter_from_disk(successor.group, reached)
-                else:
-                    self._enter(successor.group, successor.start, successor.parts)
-                return self._end_without_server()
-            except CommError as lost:
-                self.leave_generation(lost)
-                error = lost
-
-    def _enter(self, group: Group, start: SnapshotName, parts: Sequence[OwnPart]) -> None:
-        position, own = self._snapshots.restore(start)
-        members = {member.id for member in group.generation.members}
-        commits = self._snapshots.commits
-        lost = [each for each in commits.members(start) if each not in members]
-        parts = [own, *parts, *commits.backup_parts(start, lost)]
-        for field_name, value in position.items():
-            setattr(self.position, field_name, value)
-        self._changes.restore(self.position.number, self._snapshots.interval)
-        self.went_back = True
-        commits.enter_generation(group.generation)
-        self.run.enter(group)
-        whole = self._replica.enter_generation([part.state for part in parts])
-        context = self.run.context
-        unsummed = values_to_send(parts, commits.totals(start), context.communicator)
-        for step, sums in unsummed.items():
-            context.summaries.send(step, sums, stop=False)
-        self._begin_generation(saved=False)
-        self._record_restart()
-        if not whole:
-            note = "The error-feedback residuals are dropped: no lossy wire is used any more."
-            self.run.recorder.event("note", text=note)
-
-    def _enter_from_disk(self, group: Group, reached: Position) -> None:
-        assert self._durable is not None
-        durable, found = self._durable, list[Restored]()
-        if self._writer is not None:  # no file of the lost steps comes later
-            self._writer.wait()
-            self._record_published(self._writer.published)
-        self._snapshots.begin_anew()
-        self._snapshots.commits.enter_generation(group.generation)
-        self.run.enter(group, prepare=lambda: found.append(durable.restore(reached)))
-        (restored,) = found
-        for field_name, value in vars(restored.position).items():
-            setattr(self.position, field_name, value)
-        self.position.sums = self.position.sums or [0.0] * self._value_count
-        self._snapshots.continue_from(self.position.snapshot_interval)
-        self._changes.restore(self.position.number, self._snapshots.interval)
-        self.went_back = True
-        self._replica.enter_generation(None)
-        durable.restore_exchange()
-        self._begin_generation(saved=True)
-        self._record_restart()
-        samples, batch = self._start_fields.get("samples"), self._start_fields.get("batch")
-        size = None
-        if isinstance(samples, int) and isinstance(batch, int):
-            size = EpochSize(samples=samples, batch=batch)
-        durable.report(sentence_of(reached, replace(restored, position=self.position), size))
-
-    def _record_restart(self) -> None:
-        if self._start_fields:  # otherwise the run's first step is still to record it
-            self.record_start(None, **self._start_fields)
-        took = asdict(self._changes.enter())
-        self.run.recorder.event("recovery", generation=self.generation, **took)
-
-    def _end_without_server(self) -> None:
-        """Save what all ranks have gone back to, and end, where the server of merges is lost."""
-        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
-            self.save()
-            self._await_leader()
-            raise self._replica.ends
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
@@ -403,7 +244,8 @@ class Steps:
         )
 
     def _begin_step(self, number: int) -> None:
-        replayed = self._changes.begin_step(number)
+        """Record what was trained again, where a step is the first that wasn't trained before."""
+        replayed = self._account.begin_step(number)
         if replayed is not None:
             self.run.recorder.event(
                 "replay", generation=self.generation, step=number, **asdict(replayed)
@@ -497,7 +339,7 @@ class Steps:
             self._end_measured_steps()
         self._checkpoints.save(best=best, together=together)
 
-    def rescue(self, *, leaderless: bool = False) -> int | None:
+    def rescue(self, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, and record it; from any thread.
 
         Args:
@@ -525,12 +367,21 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.survives and self._checkpoints.saving:
+        if together and self.recovery.survives and self._checkpoints.saving:
             self._await_leader()
+        self.wait_for_files()
+        self.run.recorder.event("finish", stopped=stopped)
+
+    def wait_for_files(self) -> None:
+        """Return once all checkpoints are written and recorded, as `GenerationSteps` does."""
         if self._writer is not None:
             self._writer.wait()
             self._record_published(self._writer.published)
-        self.run.recorder.event("finish", stopped=stopped)
+
+    def save_last(self) -> None:
+        """Save, and return once rank 0 has written it, as `GenerationSteps` does."""
+        self.save()
+        self._await_leader()
 
     def _await_leader(self) -> None:
         """Return once rank 0 has written its last checkpoint, so that another one can replace it.
@@ -625,12 +476,3 @@ class Steps:
         torch.default_generator.manual_seed(int(words[-1]))  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(int(words[-1]))
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Release what the frames of an error and of its causes have of a generation's memory."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        _clear_frames(error.__cause__)
-        if error.__context__ is not error.__cause__:  # an error may have both, and others
-            _clear_frames(error.__context__)

@@ -1,6 +1,6 @@
 """A model bound to weight averaging, with an exchange by puts.
 
-Where the server of merges is lost, the workers open one more generation among themselves, in which
+Where the averaging server is lost, the workers open one more generation among themselves, in which
 they gather the state that all hold, save it, and end.
 """
 

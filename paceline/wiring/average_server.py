@@ -1,4 +1,4 @@
-"""The workers' way to a server of merges: find it, invite it, and open the window with it."""
+"""The workers' way to an averaging server: find it, invite it, and open the window with it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class MetServer:
 
 
 def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average) -> MetServer:
-    """Find the run's server of merges; collective.
+    """Find the run's averaging server; collective.
 
     Raises:
         ConfigError: the run can't have one.

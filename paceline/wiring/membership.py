@@ -30,7 +30,7 @@ from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
-from paceline.cluster.membership.voting.successor import who_would_stop_it
+from paceline.cluster.membership.voting.successor import indispensable_machine
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
@@ -40,8 +40,8 @@ from paceline.errors import CheckpointError, CommError, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
+from paceline.run.recovery.recovery import Successor
 from paceline.run.run import Run
-from paceline.run.steps import Successor
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id
@@ -361,7 +361,7 @@ def _reasons(change: Change) -> str:
 
 def _risk(generation: Generation, witness_machine: int | None) -> str:
     """Return a sentence about the machine whose loss would stop the run."""
-    machine = who_would_stop_it(generation, witness_machine)
+    machine = indispensable_machine(generation, witness_machine)
     if machine is None:
         return "The run continues after the loss of any one of its machines."
     host = next(one.host for one in generation.members if one.machine == machine)

@@ -1,4 +1,4 @@
-"""A server of merges: opens the window that the workers invite it to, and serves until they end."""
+"""An averaging server: opens the window to which the workers invite it, and serves to their end."""
 
 from __future__ import annotations
 

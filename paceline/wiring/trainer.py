@@ -27,9 +27,10 @@ from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
+from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, Steps
+from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter

@@ -63,7 +63,7 @@ def unauthenticated(line: ControlLine) -> int:
     """Return a line's number of unauthenticated connections, once it has accepted all before."""
     counts: list[int] = []
     done = threading.Event()
-    line.post(lambda: (counts.append(len(line._acceptor)), done.set()))
+    line.post(lambda: (counts.append(len(line._listener)), done.set()))
     assert done.wait(LIMIT)
     return counts[0]
 

@@ -17,9 +17,10 @@ from paceline.errors import CommError, Message
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.position import Position
+from paceline.run.recovery.recovery import Successor
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import Steps, Successor
+from paceline.run.steps import Steps
 from paceline.state.snapshot_interval import SnapshotInterval
 from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.large_batch import convnet
@@ -174,10 +175,10 @@ def test_what_a_lost_generation_has_is_released_before_the_next_one_is_made() ->
     def work(c: Communicator) -> list[bool]:
         rank = Rank(c, **options)
         rank.train(2)
-        rank.steps._next_generation = refuse
+        rank.steps.recovery._next_generation = refuse
         kept = [weakref.ref(rank.bench.replica._binding.synchronizer)]
         error = lost(kept)
-        rank.steps.leave_generation(error)
+        rank.steps.recovery.leave_generation(error)
         gc.collect()
         return [each() is None for each in kept]
 

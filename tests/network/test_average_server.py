@@ -1,4 +1,4 @@
-"""A server of merges on another machine: found over the cable, and reached by it."""
+"""An averaging server on another machine: found over the cable, and reached by it."""
 
 from __future__ import annotations
 

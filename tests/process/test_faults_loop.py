@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -88,4 +89,54 @@ def test_a_loss_in_a_scripts_own_evaluation_ends_it_and_the_same_command_resumes
     assert again.status == 0, again.text
     requires_exact(tmp_path / "runs" / "totals")
     for each in trained(tmp_path):
+        assert distance(each, alone("allreduce")) < EXACT
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], frozenset[str]]:
+    """Return the lines of one process's evaluations, by the case."""
+    made: dict[str, frozenset[str]] = {}
+
+    def evaluate(name: str) -> frozenset[str]:
+        if name not in made:
+            ended = run("python", *SCRIPT, name, folder=tmp_path_factory.mktemp(name))
+            made[name] = evaluations(ended)
+        return made[name]
+
+    return evaluate
+
+
+def evaluations(ended: Result) -> frozenset[str]:
+    return frozenset(re.findall(r"epoch \d, batch \d: \d+\.\d{9} of \d+ samples", ended.text))
+
+
+@pytest.mark.parametrize(
+    ("name", "moments", "late"),
+    [
+        ("evaluation", ("0:0:0:evaluation:1", "1:1:0:ended:2", "2:2:0:evaluated:0"), ""),
+        ("within", ("0:0:2:evaluation:0", "1:2:0:evaluation:1"), ""),
+        ("evaluation", ("0:1:0:ended:0",), "0:1:0:late_epoch_end:1"),
+        ("untold", ("0:1:0:total:0",), "0:1:0:late_evaluation:1"),
+        ("within", ("0:1:0:forward:1",), "0:0:0:late_next_epoch:0"),
+    ],
+)
+def test_a_loop_continues_whenever_between_its_steps_a_process_is_killed(
+    tmp_path: Path,
+    alone: Callable[[str], Mapping[str, Tensor]],
+    losses: Callable[[str], frozenset[str]],
+    name: str,
+    moments: tuple[str, ...],
+    late: str,
+) -> None:
+    ranks = 4 if len(moments) > 2 else 3
+    ended = launch(tmp_path, ranks, name, *moments, *late.split())
+    assert ended.status == 0, ended.text
+    assert ended.text.count(" as generation ") == len(moments)
+    assert "Traceback" not in ended.text
+    requires_exact(tmp_path / "runs" / name)
+    assert evaluations(ended) == losses(name)
+    weights = trained(tmp_path)
+    assert len(weights) == ranks - len(moments)
+    for each in weights:
+        assert distance(each, weights[0]) == 0
         assert distance(each, alone("allreduce")) < EXACT

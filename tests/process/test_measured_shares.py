@@ -94,7 +94,8 @@ def test_a_loop_continues_with_the_shares_of_its_checkpoint(
 ) -> None:
     folder = tmp_path / "r"
     spawn(2, train_twice, free_ports(2), folder)
-    require_resumed(folder, capsys)
+    resumed, equal = require_resumed(folder, capsys)
+    assert resumed != equal
 
 
 def test_a_trainer_with_a_slow_worker_is_exact_and_resumes_with_its_shares(
@@ -113,8 +114,14 @@ def test_a_trainer_with_a_slow_worker_is_exact_and_resumes_with_its_shares(
     require_resumed(tmp_path / "runs/r", capsys)
 
 
-def require_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Require an exact run of two starts, the second of which began with uneven shares."""
+def require_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[int], list[int]]:
+    """Require an exact run of two starts, the second of which began with the first one's shares.
+
+    Returns:
+        the ranks' samples in the first full step of the second start, and in that of the first.
+    """
     capsys.readouterr()
     assert ledger.main([str(folder), "--json"]) == 0
     for account in json.loads(capsys.readouterr().out)["accounts"]:
@@ -124,22 +131,24 @@ def require_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line["cuts"] for line in steps] == [
         line["cuts"] for line in events(folder, 1) if line["event"] == "step"
     ]
-    first = [line for line in steps if line["generation"] == steps[0]["generation"]]
-    begun = next(line for line in steps if line["generation"] > first[-1]["generation"])
-    counts = [counts_of(line) for line in first]
-    full = [each for each in counts if sum(each) == sum(counts[0])]
-    assert counts[0][0] == counts[0][1]
-    *_, planned = (
+    equal = counts_of(steps[0])
+    assert equal[0] == equal[1]
+    began = steps[0]["generation"]
+    decided = [line for line in lines if line["event"] == "speeds"]
+    begun = next(
+        line for line in steps if line["generation"] > began and sum(counts_of(line)) == sum(equal)
+    )
+    *_, expected = (
         line["shares"]
-        for line in lines
-        if line["event"] == "speeds" and line["generation"] == first[0]["generation"]
+        for line in decided
+        if line["generation"] == began and line["first"] <= begun["step"]
     )
-    assert counts_of(begun) in (full[-1], planned)
-    assert counts_of(begun) != counts[0]
+    assert counts_of(begun) == expected
     newest, *_ = Checkpoints(folder, 2).newest_first()
-    assert list(read_checkpoint(newest)["position"]["shares"][-1][1]) == counts_of(
-        [line for line in steps if sum(counts_of(line)) == sum(counts[0])][-1]
-    )
+    # The last decision may be about steps that follow the checkpoint.
+    first, shares = read_checkpoint(newest)["position"]["shares"][-1]
+    assert (first, list(shares)) == (decided[-1]["first"], decided[-1]["shares"])
+    return counts_of(begun), equal
 
 
 def counts_of(line: dict[str, Any]) -> list[int]:

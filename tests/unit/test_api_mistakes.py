@@ -205,12 +205,29 @@ def test_after_close(model: nn.Module) -> None:
         lambda: bound(world, model),
         lambda: next(iter(loader)),
         lambda: world.total(torch.ones(1)),
+        lambda: world.evaluation(loader),
         lambda: paceline.loader(samples(), BATCH, world),
     ):
         with pytest.raises(
             ConfigError, match=r"after world.close\(\): call paceline.join\(\) again"
         ):
             use()
+
+
+def test_an_evaluation_of_something_else(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    train = paceline.loader(samples(), BATCH, world)
+    test = paceline.loader(samples(), BATCH, world, train=False)
+    with pytest.raises(ConfigError, match=r"got the training loader: pass .* with train=False"):
+        world.evaluation(train)
+    with pytest.raises(ConfigError, match=r"got list: pass a paceline.loader\(\)"):
+        world.evaluation([1])
+    next(iter(train))
+    with (
+        pytest.raises(ConfigError, match=r"world.evaluation\(\) was called inside a step"),
+        world.step(),
+    ):
+        world.evaluation(test)
 
 
 def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:

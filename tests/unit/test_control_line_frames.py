@@ -7,24 +7,24 @@ import random
 import pytest
 
 from paceline.cluster.membership.control_line.frames import (
-    PIECE,
+    CHUNK,
     Frame,
     FrameReader,
     InvalidFrame,
+    chunk_header,
     encode,
-    piece_header,
 )
 from paceline.cluster.membership.control_line.greeting import (
     BEATS,
     FRAMES,
-    AcceptorGreeting,
     DialerGreeting,
     Greeting,
     GreetingError,
+    ListenerGreeting,
 )
 from paceline.cluster.membership.control_line.outbox import Outbox
 
-BULK = bytes(range(256)) * 2500  # two pieces and a half
+BULK = bytes(range(256)) * 2500  # two chunks and a half
 VOTE = encode("vote", {"ballot": [1, "a"], "of": None})
 SECRET = b"s" * 32
 
@@ -54,7 +54,7 @@ def test_frames_arrive_as_they_were_written_however_the_stream_is_cut(seed: int)
     assert frames == [vote, Frame("part", {"rank": 1}, BULK), vote]
 
 
-def test_small_frames_pass_the_pieces_of_a_large_one() -> None:
+def test_small_frames_pass_the_chunks_of_a_large_one() -> None:
     outbox = Outbox(2**20)
     outbox.add(encode("part", {}, len(BULK)), memoryview(BULK))
     first = b"".join(outbox.take())
@@ -84,11 +84,11 @@ def test_an_outbox_refuses_what_exceeds_its_room_and_wakes_its_thread_once() -> 
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n    ",
-        piece_header(5) + b"12345",  # of no frame
+        chunk_header(5) + b"12345",  # of no frame
         encode("part", {}, 2**20 + 1),
-        encode("part", {}, 5) + piece_header(6),
+        encode("part", {}, 5) + chunk_header(6),
         encode("part", {}, 5) + encode("part", {}, 5),
-        encode("part", {}, PIECE + 1) + piece_header(PIECE + 1),
+        encode("part", {}, CHUNK + 1) + chunk_header(CHUNK + 1),
         VOTE[:-1] + b"x",
         VOTE[:20] + b"vote" + b"[" * (len(VOTE) - 24),
         encode("part", {}, 0).replace(b"{}", b"[]"),
@@ -107,25 +107,25 @@ def test_deeply_nested_json_is_refused() -> None:
         FrameReader(2**20).feed(memoryview(head + b"k" + text))
 
 
-def greet(dialer: DialerGreeting, acceptor: Greeting) -> None:
+def greet(dialer: DialerGreeting, listener: Greeting) -> None:
     """Pass the messages between two sides until both have ended."""
-    message = acceptor.feed(dialer.hello)
+    message = listener.feed(dialer.hello)
     while message:
         message = dialer.feed(message)
-        message = acceptor.feed(message) if message else b""
+        message = listener.feed(message) if message else b""
 
 
-def acceptor(secret: bytes = SECRET, name: str = "b", accepts: bool = True) -> AcceptorGreeting:
-    return AcceptorGreeting(secret, name, lambda greeting: accepts)
+def listener(secret: bytes = SECRET, name: str = "b", accepts: bool = True) -> ListenerGreeting:
+    return ListenerGreeting(secret, name, lambda greeting: accepts)
 
 
 def test_both_sides_of_a_greeting_agree_on_purpose_names_and_session() -> None:
-    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), acceptor()
+    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), listener()
     greet(a, b)
     assert a.ended
     assert b.ended
     assert (b.peer, b.purpose, b.session) == ("a", FRAMES, a.session)
-    beats, accepted = DialerGreeting(SECRET, "a", "b", BEATS, a.session), acceptor()
+    beats, accepted = DialerGreeting(SECRET, "a", "b", BEATS, a.session), listener()
     greet(beats, accepted)
     assert (accepted.purpose, accepted.session) == (BEATS, a.session)
 
@@ -134,7 +134,7 @@ def test_each_greeting_begins_another_session() -> None:
     sessions = set()
     for _ in range(3):
         a = DialerGreeting(SECRET, "a", "b", FRAMES)
-        greet(a, acceptor())
+        greet(a, listener())
         sessions.add(a.session)
     assert len(sessions) == 3
 
@@ -142,30 +142,30 @@ def test_each_greeting_begins_another_session() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (acceptor(secret=b"t" * 32), "lacks the secret"),
-        (acceptor(name="c"), "looks for another process"),
-        (acceptor(accepts=False), "not expected"),
+        (listener(secret=b"t" * 32), "lacks the secret"),
+        (listener(name="c"), "looks for another process"),
+        (listener(accepts=False), "not expected"),
     ],
 )
-def test_a_greeting_ends_where_the_sides_do_not_match(other: AcceptorGreeting, reason: str) -> None:
+def test_a_greeting_ends_where_the_sides_do_not_match(other: ListenerGreeting, reason: str) -> None:
     with pytest.raises(GreetingError, match=reason):
         greet(DialerGreeting(SECRET, "a", "b", FRAMES), other)
     assert not other.ended
 
 
 def test_a_dialer_without_the_secret_is_refused() -> None:
-    b = acceptor()
+    b = listener()
     b.feed(DialerGreeting(b"t" * 32, "a", "b", FRAMES).hello)
     with pytest.raises(GreetingError, match="lacks the secret"):
         b.feed(bytes(32))
 
 
 def test_the_messages_of_an_earlier_greeting_are_worthless() -> None:
-    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), acceptor()
+    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), listener()
     challenge = b.feed(a.hello)
     proof = a.feed(challenge)
     b.feed(proof)
-    again = acceptor()
+    again = listener()
     again.feed(a.hello)
     with pytest.raises(GreetingError, match="lacks the secret"):
         again.feed(proof)
@@ -174,14 +174,14 @@ def test_the_messages_of_an_earlier_greeting_are_worthless() -> None:
 
 
 def test_a_challenge_does_not_prove_the_dialer() -> None:
-    b = acceptor()
+    b = listener()
     challenge = b.feed(DialerGreeting(SECRET, "a", "b", FRAMES).hello)
     with pytest.raises(GreetingError, match="lacks the secret"):
         b.feed(challenge[32:])
 
 
 def test_the_first_wrong_byte_ends_a_greeting() -> None:
-    b = acceptor()
+    b = listener()
     assert b.feed(b"pace") == b""
     with pytest.raises(GreetingError, match="another protocol"):
         b.feed(b"r")

@@ -55,7 +55,7 @@ LATE = NOW - 61.3
             "rank 1 on machine 1 (host1) has sent no heartbeat for 10.2 s (--peer_timeout 10)",
         ),
         (
-            {"last_beat": SILENT, "heard_by": ("c",)},
+            {"last_beat": SILENT, "received_by": ("c",)},
             "cut off",
             "rank 1 on machine 1 (host1) has sent no heartbeat for 10.2 s (--peer_timeout 10); "
             "only the link is cut: rank 2 on machine 2 (host2) received heartbeats",
@@ -85,7 +85,7 @@ def test_the_reason_says_what_was_seen(
 
 
 def test_a_member_that_is_itself_silent_doesnt_vouch_for_another() -> None:
-    silent = healthy("b", last_beat=SILENT, heard_by=("c",))
+    silent = healthy("b", last_beat=SILENT, received_by=("c",))
     found = judged(b=silent, c=healthy("c", last_beat=SILENT))
     assert {member: each.kind for member, each in found.items()} == {"b": "frozen", "c": "frozen"}
 
@@ -157,7 +157,7 @@ def worlds(draw: st.DrawFn) -> dict[str, MemberEvidence]:
             progress_at=NOW - draw(ages),
             exited=draw(st.sampled_from([None, None, None, EXIT])),
             closed_at=draw(st.none() | st.none() | ages.map(lambda age: NOW - age)),
-            heard_by=draw(some_ids),
+            received_by=draw(some_ids),
             timed_out=draw(st.just(()) | some_ids),
         )
         for member in draw(st.lists(st.sampled_from(IDS), unique=True))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.membership.generation_waits import Change, left_out, without_quorum
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.cluster.supervision.machine_endpoint import how_it_ended
 from paceline.cluster.supervision.worker_exit import WorkerExit
-from paceline.errors import PeerLost
+from paceline.errors import CommTimeout, ConfigError, PeerLost
 from tests.harness.processes.worlds import world_of
 
 GENERATION = world_of((1, 1), 0).generation
@@ -35,6 +35,21 @@ def test_a_lost_peer_is_looked_for_in_its_output() -> None:
         "Check the output of the lost process, and start the same command again."
     )
     assert report.consequence
+
+
+def test_of_consequences_the_call_that_a_peer_did_not_make_is_the_cause() -> None:
+    """The peer waits in another operation, and whichever rank times out first ends first."""
+    elsewhere = FailureReport.of(CommTimeout("rank 1 waited in all_reduce of bucket 0."))
+    lost = PeerLost(rank=0, peer=1, operation="the call", cause="it ended")
+    lost.of_call = True
+    of_call = FailureReport.of(lost.during("the call that all make").named("rank 1 on machine 0"))
+    own = FailureReport.of(ConfigError("flag"))
+    assert of_call.consequence
+    assert FailureReport.from_text(of_call.to_text()) == of_call
+    for failures in ([elsewhere, of_call], [of_call, elsewhere]):
+        assert cause(failures) == of_call
+        assert cause([*failures, own]) == own
+    assert cause([]) is None
 
 
 @pytest.mark.parametrize(

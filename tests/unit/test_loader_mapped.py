@@ -283,3 +283,12 @@ def test_an_order_of_another_length_is_refused() -> None:
 def test_a_number_of_workers_below_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_workers is -1; it must be at least 0"):
         loader_of(num_workers=-1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_at_any_positions_are_those_of_the_epoch(workers: int) -> None:
+    whole = torch.cat([batch for _, batch in loader_of().epoch(2)])
+    asked = [np.array(positions) for positions in ([22, 0], [7], [3, 4, 5])]
+    found = list(loader_of(num_workers=workers).samples(2, asked))
+    assert [len(batch) for batch in found] == [2, 1, 3]
+    assert torch.equal(torch.cat(found), whole[np.concatenate(asked)])

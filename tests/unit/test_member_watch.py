@@ -21,7 +21,7 @@ def watch_of(member: str) -> MemberWatch:
 def test_of_two_members_that_lose_each_other_the_others_suspect_that_of_the_higher_rank() -> None:
     for reporter, apart in ((B, C), (C, B)):
         watch = watch_of(A)
-        watch.reported(reporter, [apart])
+        watch.reported(reporter, [apart], {})
         assert watch.judge({B: 0.1, C: 0.1})
         assert watch.suspicions.keys() == {C}
         names = [GENERATION.describe(rank) for rank in (2, 1)]
@@ -33,7 +33,7 @@ def test_of_two_members_that_lose_each_other_the_others_suspect_that_of_the_high
 
 def test_a_member_that_is_reported_itself_suspects_no_member_for_that() -> None:
     watch = watch_of(B)
-    watch.reported(C, [B])
+    watch.reported(C, [B], {})
     assert not watch.judge({A: 0.1, C: 0.1})
 
 
@@ -42,3 +42,15 @@ def test_a_member_reports_whose_heartbeats_come_with_their_last_reports() -> Non
     assert watch.received() == {A: 7, B: 7, C: 7}
     watch.progressed(B, 1, 8, {})
     assert watch.received() == {A: 7, B: 8, C: 7}
+
+
+def test_a_member_without_evidence_names_the_cause_that_another_one_reports() -> None:
+    watch = watch_of(A)
+    watch.reported(B, [], {C: "C was killed by SIGKILL"})
+    assert not watch.judge({B: 0.1, C: 0.1})
+    assert watch.cause_of(C) == "C was killed by SIGKILL"
+    watch.exited(C, "ended")
+    assert watch.judge({B: 0.1, C: 0.1})
+    assert watch.cause_of(C) == watch.suspicions[C].reason != "C was killed by SIGKILL"
+    watch.enter(GENERATION, {A, B})
+    assert watch.reasons() == {C: watch.cause_of(C)}

@@ -77,7 +77,7 @@ class MemberEvidence:
         progress_at: when that report came.
         exited: how it exited, such as "exited with signal 9 (SIGKILL)"; None without a report.
         closed_at: when its last connection ended; None while it is connected.
-        heard_by: the ids of the members whose latest reports say that they receive its heartbeats.
+        received_by: the ids of the members whose latest reports say that its heartbeats come.
         timed_out: the ids of the members that announced the timeout of a collective operation of
             which it is a participant.
     """
@@ -88,7 +88,7 @@ class MemberEvidence:
     progress_at: float
     exited: str | None = None
     closed_at: float | None = None
-    heard_by: tuple[str, ...] = ()
+    received_by: tuple[str, ...] = ()
     timed_out: tuple[str, ...] = ()
 
 
@@ -165,7 +165,7 @@ def _receivers(
     options: EvidenceOptions,
 ) -> list[str]:
     """Name the members that receive the heartbeats of `member`, as they report to this process."""
-    reporters = [evidence[other] for other in member.heard_by if other in evidence]
+    reporters = [evidence[other] for other in member.received_by if other in evidence]
     return [
         each.name
         for each in reporters

@@ -1,6 +1,6 @@
-"""What the thread that trains and the control line's thread share: waits, which end in a decision.
+"""What the training thread and the control line's thread share: waits, which end in a decision.
 
-thread that trains                          control line's thread
+training thread                             control line's thread
 waits for peers, or in the store      ◀──   interrupt: the generation can't continue
 next: waits for the decision          ◀──   decide: the next generation, or fail: none
 """
@@ -59,7 +59,7 @@ class Change:
 
 
 class GenerationWaits:
-    """Waits of the thread that trains, by generation; used from any thread.
+    """Waits of the training thread, by generation; used from any thread.
 
     Args:
         stores: the open stores of the control line.

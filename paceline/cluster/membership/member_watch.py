@@ -51,6 +51,7 @@ class MemberWatch:
         self._reports: dict[str, int] = {}  # the number of each member's last report
         self._received: dict[str, frozenset[str]] = {}  # by member, those whose beats it receives
         self._reported: dict[str, frozenset[str]] = {}  # by member, those that it suspects
+        self._told: dict[str, str] = {}  # by member, why another one suspects it
         self._left: set[str] = set()
         self._timed_out_at: float | None = None  # when the first member reported a timeout
         self.suspicions: dict[str, Suspicion] = {}
@@ -68,9 +69,13 @@ class MemberWatch:
         return View(suspected=frozenset(self.suspicions), leavers=frozenset(self.leavers))
 
     def cause_of(self, member: str) -> str:
-        """Return why a member is suspected, a sentence without its stop; "" if it isn't."""
+        """Return why a member is suspected, here or by others, a sentence without its stop.
+
+        Returns:
+            the reason; "" if nobody suspects it.
+        """
         suspicion = self.suspicions.get(member)
-        return "" if suspicion is None else suspicion.reason
+        return self._told.get(member, "") if suspicion is None else suspicion.reason
 
     def begin(self, generation: Generation, connected: Set[str]) -> None:
         """Watch the members of the first generation.
@@ -101,6 +106,7 @@ class MemberWatch:
             member: each for member, each in self.suspicions.items() if member in self._evidence
         }
         self._reported.clear()
+        self._told.clear()
         self._left.clear()
         self._timed_out_at = None
 
@@ -143,9 +149,14 @@ class MemberWatch:
         """Return the members whose heartbeats don't come, for reports to the others."""
         return [member for member, each in self.suspicions.items() if each.kind in _SILENT]
 
-    def reported(self, member: str, apart: Iterable[str]) -> None:
-        """Note another member's `apart`."""
+    def reasons(self) -> dict[str, str]:
+        """Return why members are suspected, for reports to the others."""
+        return {member: each.reason for member, each in self.suspicions.items()}
+
+    def reported(self, member: str, apart: Iterable[str], reasons: Mapping[str, str]) -> None:
+        """Note another member's `apart` and `reasons`."""
         self._reported[member] = frozenset(apart)
+        self._told = {**reasons, **self._told}
 
     def are_silent(self, members: Set[str]) -> bool:
         """Return whether all these members are suspected, because no heartbeat of them came."""
@@ -186,7 +197,7 @@ class MemberWatch:
         for member in self._evidence:
             others = sorted(self._received.keys() & self._evidence.keys() - {member, self._member})
             receivers = (other for other in others if member in self._received[other])
-            self._note(member, heard_by=tuple(receivers))
+            self._note(member, received_by=tuple(receivers))
         self._observer = self._observer.at(now)
         judged = self._cut_links() | judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self.leavers}

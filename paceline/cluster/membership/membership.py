@@ -4,7 +4,7 @@
                                     │                   └▶ next_generation() returns
                                     └▶ the present generation's waits are interrupted
 
-All of it happens on the control line's thread, except for the calls of the thread that trains:
+All of it happens on the control line's thread, except for the calls of the training thread:
 `next_generation`, `acknowledge` and `report_progress`. That thread leaves its generation at its
 next communication, which the interrupt ends with an error.
 """
@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.frame_kinds import (
-    APART,
     END,
     EXITED,
     LEAVING,
@@ -31,6 +30,7 @@ from paceline.cluster.membership.control_line.frame_kinds import (
     PROGRESS,
     PROMISED,
     STORE,
+    SUSPECTED,
     VOTE,
     supervisor_name,
 )
@@ -92,7 +92,7 @@ class Membership:
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
-        self._progress = "", 0  # the id of a generation, and the step; by the thread that trains
+        self._progress = "", 0  # the id of a generation, and the step; by the training thread
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
@@ -125,7 +125,7 @@ class Membership:
         """Let frames of a further kind be handled on the line's thread."""
         self._handlers[kind] = handler
 
-    # Calls of the thread that trains.
+    # Calls of the training thread.
 
     def begin(self, generation: Generation) -> None:
         """Take part in votes from now on: the first generation is complete, with its number."""
@@ -262,8 +262,8 @@ class Membership:
                 self._judge_once()
             elif kind == PROGRESS:
                 self._note_progress(peer, body)
-            elif kind == APART and body["generation"] == self._generation.id:
-                self._watch.reported(peer, body["members"])
+            elif kind == SUSPECTED and body["generation"] == self._generation.id:
+                self._watch.reported(peer, body["members"], body["reasons"])
                 self._judge_once()
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
@@ -298,7 +298,7 @@ class Membership:
         return _Guard(self._fail)
 
     def _fail(self, error: CommError) -> None:
-        """End the wait of the thread that trains with an error."""
+        """End the wait of the training thread with an error."""
         self._lease.end()
         self._waits.fail(error)
         self._waits.interrupt(self._generation)
@@ -315,13 +315,21 @@ class Membership:
         if not self._began or self._closing:
             return
         if self._watch.judge({peer: self.line.silence(peer) for peer in self.line.connected()}):
-            self._report_apart()
+            self._report_suspicions()
             self._begin_vote(anew=True)
 
-    def _report_apart(self) -> None:
-        """Report which members don't reach this one, to those that may reach both."""
-        body: dict[str, Any] = {"generation": self._generation.id, "members": self._watch.apart()}
-        self.line.broadcast(APART, body, self._watch.watched)
+    def _report_suspicions(self) -> None:
+        """Report which members this one suspects, and which of them don't reach it.
+
+        Those that reach both members suspect one of them. The reasons are for those that know the
+        outcome of the vote before they have any evidence.
+        """
+        body: dict[str, Any] = {
+            "generation": self._generation.id,
+            "members": self._watch.apart(),
+            "reasons": self._watch.reasons(),
+        }
+        self.line.broadcast(SUSPECTED, body, self._watch.watched)
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
@@ -464,7 +472,7 @@ class Membership:
         if self._member.id not in remaining:
             self._closing = True
         elif self._watch.suspicions:
-            self._report_apart()
+            self._report_suspicions()
             self._begin_vote(anew=True)
 
     def _give_up_without_quorum(self) -> None:
@@ -489,7 +497,7 @@ class Membership:
 
 
 class _Guard:
-    """Guard of the line's thread: an error ends the wait of the thread that trains."""
+    """Guard of the line's thread: an error ends the wait of the training thread."""
 
     def __init__(self, fail: Callable[[CommError], None]) -> None:
         self._fail = fail

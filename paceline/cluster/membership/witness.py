@@ -2,12 +2,12 @@
 
     value of the key    nonce | random tag of the write | record       a line each; the record is
                                                                        the caller's text
-    nonce               random, and the incarnation of the store's server
+    nonce               random, and the id of the store's server
 
 An answer replaces the value whole by compare-and-set. The value is created once for a start of the
 run, and never again: where its nonce is missing (an emptied folder, a flushed server), or the
-server has another incarnation (it was restarted, and may have forgotten an answer), the witness is
-a missing vote. The incarnation is compared last, after the write: if it is the same then, so it was
+server has another id (it was restarted, and may have forgotten an answer), the witness is
+a missing vote. The id is compared last, after the write: if it is the same then, so it was
 at the write.
 """
 
@@ -76,7 +76,7 @@ class Witness:
         """
         if not isinstance(store, PolledStore) or store.served_by_run:
             return ""
-        nonce = f"{secrets.token_hex(_RANDOM_BYTES)}-{store.incarnation()}"
+        nonce = f"{secrets.token_hex(_RANDOM_BYTES)}-{store.server_id()}"
         value = store.compare_set(key, "", _value(nonce, ""))
         store.persist(key)
         return value.decode().partition("\n")[0]
@@ -119,7 +119,7 @@ class Witness:
                 raise self._late()
             if new == text or self._compare_set(old, _value(nonce, new)):
                 self._store.persist(self._key)
-                if self._store.incarnation() != nonce.partition("-")[2]:
+                if self._store.server_id() != nonce.partition("-")[2]:
                     raise self._missing("its server was restarted")
                 return result
             time.sleep(random.uniform(0, 0.002))

@@ -43,7 +43,7 @@ Ranks write these into the space of a start, whatever started them; <g> is `Gene
     <g>/ended/<i>                                        rank i closed its world after so many steps
     <g>/last/<i>, .../posted                             its checksums then; how many have posted
 
-A server of merges (`server_registration.py`) and rank 0 write these, in the start's own space:
+An averaging server (`server_registration.py`) and rank 0 write these, in the start's own space:
 
     server/registration          the registration of the server                 Registration
     lease/<id>                   its lease

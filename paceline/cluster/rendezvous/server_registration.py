@@ -1,4 +1,4 @@
-"""How a server of merges and the workers of a run find each other, through the run's store.
+"""How an averaging server and the workers of a run find each other, through the run's store.
 
     server                                         rank 0
     find the run's newest start that is alive

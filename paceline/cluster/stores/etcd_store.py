@@ -61,7 +61,7 @@ class EtcdStore(CompareAndSetStore):
         self._client = _text(f"{space}/client/{secrets.token_hex(8)}".encode())
         self._writing = threading.Lock()  # one write of this client at a time: it has one tag
         self._renew_at = 0.0
-        self.incarnation()  # raises where the cluster can't be used
+        self.server_id()  # raises where the cluster can't be used
 
     @property
     def host(self) -> str:
@@ -106,7 +106,7 @@ class EtcdStore(CompareAndSetStore):
         self._ask_lease("lease/revoke", {"ID": self._lease}, _NO_LEASE)
         self._renew_at = 0.0
 
-    def incarnation(self) -> str:
+    def server_id(self) -> str:
         """Return the cluster's id.
 
         Restarts keep it, because etcd answers a write when most members have it on their disks.

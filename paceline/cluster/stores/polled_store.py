@@ -52,7 +52,7 @@ class PolledStore(Store):
     def close(self) -> None:
         """Close the connections."""
 
-    def incarnation(self) -> str:
+    def server_id(self) -> str:
         """Return what changes when a server starts anew and may have lost writes; "" for none."""
         return ""
 

@@ -121,7 +121,7 @@ class RedisStore(PolledStore):
         with self._translated_errors():
             self._client.delete(self.space)
 
-    def incarnation(self) -> str:
+    def server_id(self) -> str:
         """Return the server's `run_id`, a new one at each of its starts."""
         with self._translated_errors():
             facts: Any = self._client.info("server")

@@ -55,8 +55,8 @@ class SealedStore(CompareAndSetStore):
     def host(self) -> str:
         return self._inner.host
 
-    def incarnation(self) -> str:
-        return self._inner.incarnation()
+    def server_id(self) -> str:
+        return self._inner.server_id()
 
     def persist(self, key: str) -> None:
         self._inner.persist(key)

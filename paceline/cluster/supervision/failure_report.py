@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.supervision.supervisor_file import write_supervisor_file
-from paceline.errors import CommTimeout, PacelineError, PeerLost
+from paceline.errors import CommError, CommTimeout, PacelineError, PeerLost
 
 FAILURE = "failure"
 """The key, in the store, of the first report on why a run ended."""
@@ -34,11 +34,13 @@ class FailureReport(JsonRecord):
         text: the reason, as a sentence or as the traceback of an unexpected error.
         status: the exit status of the command.
         consequence: whether this failure is only a consequence of another process's failure.
+        of_call: whether it is of a call that all ranks must make (`CommError.of_call`).
     """
 
     text: str
     status: int
     consequence: bool = False
+    of_call: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -47,7 +49,8 @@ class FailureReport(JsonRecord):
             waited = isinstance(error, CommTimeout) and not error.of_call
             consequence = isinstance(error, PeerLost) or waited
             text = f"{error} {error.remedy}" if isinstance(error, PeerLost) else str(error)
-            return cls(text=text, status=error.status, consequence=consequence)
+            of_call = isinstance(error, CommError) and error.of_call
+            return cls(text=text, status=error.status, consequence=consequence, of_call=of_call)
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(text=text, status=1, consequence=isinstance(error, DistError))
 
@@ -114,5 +117,9 @@ def post(store: Store, failure: FailureReport) -> FailureReport:
 
 
 def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
-    """Return the first failure that isn't another's consequence, else the first of all."""
-    return min(failures, key=lambda failure: failure.consequence, default=None)
+    """Return the first failure that isn't another's consequence.
+
+    Where all are consequences, it is the first of a call that all ranks must make: a peer that
+    didn't make it timed out in what it does instead, and ended first. Else it is the first of all.
+    """
+    return min(failures, key=lambda one: (one.consequence, not one.of_call), default=None)

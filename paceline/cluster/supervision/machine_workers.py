@@ -10,7 +10,7 @@ The first report in the store is the run's, and every machine prints it.
 A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
 continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
 does. An error of a worker's own ends the run, because another worker would meet it too. The workers
-don't continue without a server of merges: they save their state, and end by themselves.
+don't continue without an averaging server: they save their state, and end by themselves.
 
 Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
 what saving takes. Nothing is on the disk: a worker's error file is memory of this process.

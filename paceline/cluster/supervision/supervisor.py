@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
+from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.rendezvous.machine_rendezvous import open_run
 from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
@@ -53,6 +54,33 @@ def saved_sentence(run: Path, steps: int | None = None, resumes: str = RESUMES) 
     return f"the state{after} is saved in {run}, and {resumes}."
 
 
+def save_after(
+    error: BaseException | None, run: Path, save: Callable[[bool], int | None], *, first_here: bool
+) -> str:
+    """Save the newest state in memory, as is right after an error; return a sentence for the user.
+
+    Args:
+        error: why the process ends; None: a signal.
+        run: the run's folder.
+        save: saves, given whether a process that isn't rank 0 may write, as on the losing side of a
+            cut link; returns the number of completed steps, None where nothing is saved.
+        first_here: this process is the first one of its machine.
+
+    Returns:
+        the sentence; "" where nothing is saved, as by a process that the others have expelled.
+    """
+    outside = error if isinstance(error, OutsideWorld) else getattr(error, "__cause__", None)
+    leaderless, resumes = False, RESUMES
+    if isinstance(outside, OutsideWorld):
+        if outside.expelled:
+            return ""
+        leaderless = first_here
+        if outside.others_continue:
+            resumes = "the run continues on other machines"
+    steps = save(leaderless)
+    return saved_sentence(run, steps, resumes) if steps else ""
+
+
 def supervise(
     plan: RunPlan,
     argv: Sequence[str],
@@ -73,7 +101,7 @@ def supervise(
             `PacelineError` of it ends the run on all machines.
         finish: writes down that the run is finished; called once that is certain. None: no mark
             is needed.
-        server: the command of a server of merges that runs beside the workers; none: there is none.
+        server: the command of an averaging server beside the workers; none: there is none.
         open_endpoint: opens the supervisor's end of the connections to the members, before a worker
             starts; None: no worker survives the loss of another.
 
@@ -117,7 +145,7 @@ def run_workers(
         report_failure: called with the failure, once the workers have ended or take long to.
         formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
-        server: the command of a server of merges; none: there is none.
+        server: the command of an averaging server; none: there is none.
         open_endpoint: opens the supervisor's end of the connections to the members.
     """
     try:

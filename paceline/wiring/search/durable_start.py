@@ -20,8 +20,8 @@ from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
-from paceline.run.durable_state import Restored
 from paceline.run.position import Position
+from paceline.run.recovery.durable_state import Restored
 from paceline.run.run import Run
 from paceline.wiring.resume import Start
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint

@@ -36,8 +36,8 @@ from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
 from paceline.run.backup.own_part import OwnPart
+from paceline.run.recovery.recovery import Successor
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import Successor
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
@@ -207,7 +207,7 @@ class TrainerRollbacks:
             for part in (trainer.replica, trainer.train, trainer.test):
                 assert part is not None
                 stack.callback(part.close)
-            trainer.steps.record_start(
+            trainer.steps.recovery.record_start(
                 None,
                 model="resnet20",
                 device="cpu",

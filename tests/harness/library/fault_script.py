@@ -2,8 +2,9 @@
 
     python -m tests.harness.library.fault_script CASE MOMENT …
 
-A moment is GENERATION:EPOCH:BATCH:NAME:RANK. Each process saves its last weights in a file named by
-its process id. The run folder is `runs/CASE`.
+A moment is GENERATION:EPOCH:BATCH:NAME:RANK. At those named `late_…` nobody is killed: an operation
+of that rank fails where the others' doesn't (`late_ranks.py`). Each process saves its last weights
+in a file named by its process id. The run folder is `runs/CASE`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 import paceline
 from paceline.api.world import World
+from tests.harness.library.late_ranks import fail_after
 from tests.harness.library.small_training import BATCH, loss_of, network, samples
 
 EPOCHS = 4
@@ -51,12 +53,16 @@ class Case:
         accumulate: batches a step.
         scaled: whether a loss scaler is used.
         totals: whether the ranks sum what they counted in an evaluation.
+        surviving: whether the evaluation outlives lost ranks.
+        each: batches between two evaluations; 0: one after each epoch.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     scaled: bool = False
     totals: bool = False
+    surviving: bool = False
+    each: int = 0
 
 
 NOTIFIED = {"sync": "notified", "bucket_mb": 1e-4}
@@ -65,6 +71,9 @@ CASES = {
     "sharded": Case({**NOTIFIED, "update": "sharded"}),
     "allreduce": Case({"sync": "allreduce"}),
     "totals": Case({"sync": "allreduce"}, totals=True),
+    "evaluation": Case({**NOTIFIED, "update": "sharded"}, totals=True, surviving=True),
+    "untold": Case({"sync": "allreduce"}, surviving=True),
+    "within": Case({"sync": "allreduce"}, totals=True, surviving=True, each=3),
 }
 
 
@@ -76,9 +85,17 @@ class Deaths:
 
     def pass_by(self, name: str, epoch: int, batch: int = 0) -> None:
         """Kill this process, if this is its moment."""
-        world = self._world
-        if Moment(world.generation, epoch, batch, name, world.rank) in self._moments:
+        if self._is_due(name, epoch, batch):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def let_be_late(self, place: str, epoch: int) -> None:
+        """Let this rank's operation at a place fail, if this is its moment."""
+        if self._is_due(f"late_{place}", epoch, 0):
+            fail_after(self._world, place)
+
+    def _is_due(self, name: str, epoch: int, batch: int) -> bool:
+        world = self._world
+        return Moment(world.generation, epoch, batch, name, world.rank) in self._moments
 
 
 def train(case: Case, world: World, deaths: Deaths) -> nn.Module:
@@ -112,24 +129,43 @@ def train(case: Case, world: World, deaths: Deaths) -> nn.Module:
                 deaths.pass_by("updated", epoch, batch)
                 scaler.update()
                 optimizer.zero_grad()
+            if batch == 0:
+                deaths.let_be_late("epoch_end", epoch)
             deaths.pass_by("between", epoch, batch)
             schedule.step()
+            if case.each and (batch + 1) % case.each == 0:
+                evaluate(case, model, world, deaths, test, epoch, batch)
+        deaths.pass_by("ended", epoch)
+        deaths.let_be_late("evaluation", epoch)
         evaluate(case, model, world, deaths, test, epoch)
     return model
 
 
 @torch.no_grad()
 def evaluate(
-    case: Case, model: nn.Module, world: World, deaths: Deaths, test: Any, epoch: int
+    case: Case,
+    model: nn.Module,
+    world: World,
+    deaths: Deaths,
+    test: Any,
+    epoch: int,
+    batch: int = 0,
 ) -> None:
     """Evaluate this rank's share of the data."""
-    right = torch.zeros((), dtype=torch.int64)
-    for x, y in test:
-        right += (model(x).argmax(1) == y).sum()
-        deaths.pass_by("evaluation", epoch)
-    deaths.pass_by("total", epoch)
+    right, count = torch.zeros((), dtype=torch.float64), torch.zeros(())
+    for x, y in world.evaluation(test) if case.surviving else test:
+        right += loss_of(model, x, y) * len(x)
+        count += len(x)
+        deaths.pass_by("evaluation", epoch, batch)
+    deaths.pass_by("total", epoch, batch)
     if case.totals:
-        print(f"epoch {epoch}: {world.total(right).item()} are right", flush=True)
+        loss, samples = world.total(right).item(), int(world.total(count).item())
+        print(
+            f"epoch {epoch}, batch {batch}: a loss of {loss:.9f} of {samples} samples", flush=True
+        )
+    if batch == 0:
+        deaths.pass_by("evaluated", epoch)
+        deaths.let_be_late("next_epoch", epoch)
 
 
 def main() -> None:

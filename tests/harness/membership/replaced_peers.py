@@ -42,7 +42,7 @@ from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
-from paceline.run.steps import Successor
+from paceline.run.recovery.recovery import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
@@ -161,7 +161,7 @@ class Participant:
     def train(self) -> None:
         """Train from the first generation, until the member ends."""
         self.link.begin(self.run, self._run.folder)
-        self.trainer.steps.record_start(
+        self.trainer.steps.recovery.record_start(
             None, model="single", device="cpu", samples=96, steps=8, epochs=1000, batch=12
         )
         self.trainer.run()
@@ -173,8 +173,8 @@ class Participant:
         hold(steps._snapshots, successor.start, state)
         self.link._generation = successor.group.generation
         self._joined = successor
-        steps.leave_generation(error)
-        steps.go_back(error)
+        steps.recovery.leave_generation(error)
+        steps.recovery.go_back(error)
         self.link.begin(self.run, self._run.folder)
         self.trainer._run_epochs()
 

@@ -214,7 +214,7 @@ class FaultRun:
         return [psutil.Process(pid) for pid in self.pids.values()]
 
     def servers(self) -> list[psutil.Process]:
-        """Return the server of merges, if the run has one, once `reach` has returned."""
+        """Return the averaging server, if the run has one, once `reach` has returned."""
         return self._servers
 
     def starts(self) -> list[int]:

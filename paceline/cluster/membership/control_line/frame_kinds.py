@@ -4,7 +4,7 @@ VOTE       a message of a vote                        STORE      of a later gene
 LEFT       a member left a generation                 PROMISED   its machine takes part in a vote
 EXITED     a supervisor reports a worker's end        PROGRESS   the step in which a member is
 LEAVING    a member ends well                         END        the whole run is to end
-APART      members whose heartbeats don't come
+SUSPECTED  members that one suspects, and why
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hmac
 
 from paceline.cluster.membership.generation import Generation
 
-VOTE, STORE, END, APART = "vote", "store", "end", "apart"
+VOTE, STORE, END, SUSPECTED = "vote", "store", "end", "suspected"
 LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
 
 

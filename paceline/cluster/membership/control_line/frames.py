@@ -1,9 +1,9 @@
 """Format of the control line's frames: a fixed header, a kind, a JSON object, and bulk bytes.
 
     frame   | magic | 0 | kind length | body length | bulk length | kind | JSON body |
-    piece   | magic | 1 | 0           | size        | 0           | bytes
+    chunk   | magic | 1 | 0           | size        | 0           | bytes
 
-The bulk bytes of a frame follow it in pieces, and other frames pass between two pieces. A
+The bulk bytes of a frame follow it in chunks, and other frames pass between two chunks. A
 connection carries one frame with bulk bytes at a time in each direction.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, TypeAlias, Union
 JSON: TypeAlias = Union[bool, int, float, str, "Sequence[JSON]", "Mapping[str, JSON]", None]
 
 MAX_BODY = 2**24  # bytes of a frame's JSON
-PIECE = 2**18  # bytes of a piece at most
+CHUNK = 2**18  # bytes of a chunk at most
 _MAGIC = b"PcL1"
 _HEAD = struct.Struct("!4sBBxxIQ")
-_FRAME, _PIECE = range(2)
+_FRAME, _CHUNK = range(2)
 
 
 class InvalidFrame(Exception):
@@ -44,7 +44,7 @@ class Frame:
 
 
 def encode(kind: str, body: Mapping[str, JSON], bulk_size: int = 0) -> bytes:
-    """Return the bytes of a frame, up to its first piece."""
+    """Return the bytes of a frame, up to its first chunk."""
     name = kind.encode()
     text = json.dumps(body, separators=(",", ":")).encode()
     assert 0 < len(name) < 256
@@ -52,9 +52,9 @@ def encode(kind: str, body: Mapping[str, JSON], bulk_size: int = 0) -> bytes:
     return _HEAD.pack(_MAGIC, _FRAME, len(name), len(text), bulk_size) + name + text
 
 
-def piece_header(size: int) -> bytes:
-    """Return the bytes that precede a piece of bulk bytes."""
-    return _HEAD.pack(_MAGIC, _PIECE, 0, size, 0)
+def chunk_header(size: int) -> bytes:
+    """Return the bytes that precede a chunk of bulk bytes."""
+    return _HEAD.pack(_MAGIC, _CHUNK, 0, size, 0)
 
 
 class FrameReader:
@@ -68,7 +68,7 @@ class FrameReader:
         self._max_bulk = max_bulk
         self._head = bytearray()  # a header, or a frame without its bulk bytes
         self._need = _HEAD.size  # the length at which `_head` is complete
-        self._piece_left = 0
+        self._chunk_left = 0
         self._bulk_left = 0  # bytes that belong to `_bulk_frame` and have not arrived
         self._bulk_size = 0
         self._bulk_frame: Frame | None = None
@@ -81,8 +81,8 @@ class FrameReader:
         """
         frames: list[Frame] = []
         while data:
-            if self._piece_left:
-                part, data = data[: self._piece_left], data[self._piece_left :]
+            if self._chunk_left:
+                part, data = data[: self._chunk_left], data[self._chunk_left :]
                 frames += self._extend_bulk(part)
                 continue
             missing = self._need - len(self._head)
@@ -99,8 +99,8 @@ class FrameReader:
         if what == _FRAME and kind_size and 2 <= size <= MAX_BODY and bulk_size <= self._max_bulk:
             self._bulk_size = bulk_size
             self._need += kind_size + size
-        elif what == _PIECE and 0 < size <= min(PIECE, self._bulk_left):
-            self._piece_left = size
+        elif what == _CHUNK and 0 < size <= min(CHUNK, self._bulk_left):
+            self._chunk_left = size
             self._head.clear()
         else:
             raise InvalidFrame(f"a header has type {what}, size {size:,}, bulk {bulk_size:,}")
@@ -130,7 +130,7 @@ class FrameReader:
         assert frame is not None
         assert isinstance(frame.bulk, bytearray)
         frame.bulk.extend(part)
-        self._piece_left -= len(part)
+        self._chunk_left -= len(part)
         self._bulk_left -= len(part)
         if self._bulk_left:
             return []

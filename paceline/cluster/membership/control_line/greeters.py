@@ -102,8 +102,8 @@ class Greeter:
         self._thread.unwatch(self._connection)
 
 
-class Acceptor:
-    """Acceptor: takes connections from the listening socket and greets the dialers.
+class Listener:
+    """Listener: takes connections from the listening socket and greets the dialers.
 
     Of too many, the oldest of the address that has the most is closed.
 

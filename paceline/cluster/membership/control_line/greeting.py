@@ -1,8 +1,8 @@
 """Mutual authentication of a connection: challenge and response, by HMAC-SHA256 over both nonces.
 
-    dialer                                               acceptor
+    dialer                                               listener
       | magic | purpose | nonce | session | names  ---->
-                                   <----  | nonce | HMAC(secret, "acceptor", hello, nonce) |
+                                   <----  | nonce | HMAC(secret, "listener", hello, nonce) |
       | HMAC(secret, "dialer", hello, nonce) |     ---->
                                                    <----  | 1 |
 
@@ -53,7 +53,7 @@ class Greeting(ABC):
         self.missing = first_message_size
         self.ended = False
         self._message = b""
-        self._transcript = b""  # the hello and the acceptor's nonce
+        self._transcript = b""  # the hello and the listener's nonce
 
     def feed(self, data: bytes) -> bytes:
         """Read at most `missing` bytes; return what to send.
@@ -94,7 +94,7 @@ class DialerGreeting(Greeting):
     Args:
         secret: what all members know.
         name: this side's name.
-        peer: the name of the expected acceptor.
+        peer: the name of the expected listener.
         purpose: `FRAMES` or `BEATS`.
         session: of a connection for beats, the session of the pair's other connection.
 
@@ -114,20 +114,20 @@ class DialerGreeting(Greeting):
     def _read(self, message: bytes) -> bytes:
         if self._challenged:
             if message != _WELCOME:
-                raise GreetingError("the acceptor's last message is wrong")
+                raise GreetingError("the listener's last message is wrong")
             self._end()
             return b""
         nonce, proof = _CHALLENGE.unpack(message)
         self._transcript = self.hello + nonce
-        if not hmac.compare_digest(proof, self._digest(b"acceptor")):
+        if not hmac.compare_digest(proof, self._digest(b"listener")):
             raise GreetingError(f"the process there is not {self.peer}: it lacks the secret")
         self._challenged = True
         self.missing = len(_WELCOME)
         return self._digest(b"dialer")
 
 
-class AcceptorGreeting(Greeting):
-    """Greeting as the acceptor's side sees it.
+class ListenerGreeting(Greeting):
+    """Greeting as the listener's side sees it.
 
     Args:
         secret: what all members know.
@@ -154,8 +154,8 @@ class AcceptorGreeting(Greeting):
         return _WELCOME
 
     def _challenge(self, hello: bytes) -> bytes:
-        _, purpose, _, session, dialer, acceptor = _HELLO.unpack(hello)
-        if acceptor != self._name.encode():
+        _, purpose, _, session, dialer, listener = _HELLO.unpack(hello)
+        if listener != self._name.encode():
             raise GreetingError("the dialer looks for another process")
         if purpose not in (FRAMES, BEATS):
             raise GreetingError("the purpose of the connection is unknown")
@@ -167,4 +167,4 @@ class AcceptorGreeting(Greeting):
         nonce = secrets.token_bytes(32)
         self._transcript = hello + nonce
         self.missing = _PROOF_SIZE
-        return _CHALLENGE.pack(nonce, self._digest(b"acceptor"))
+        return _CHALLENGE.pack(nonce, self._digest(b"listener"))

@@ -30,13 +30,13 @@ from paceline.cluster.membership.control_line.connection import (
 )
 from paceline.cluster.membership.control_line.dialer import Dialer
 from paceline.cluster.membership.control_line.frames import JSON, Frame
-from paceline.cluster.membership.control_line.greeters import GREETING_S, Acceptor
+from paceline.cluster.membership.control_line.greeters import GREETING_S, Listener
 from paceline.cluster.membership.control_line.greeting import (
     FRAMES,
     MAX_NAME,
-    AcceptorGreeting,
     DialerGreeting,
     Greeting,
+    ListenerGreeting,
 )
 from paceline.cluster.membership.control_line.line_thread import READ, LineThread, Timer
 from paceline.cluster.membership.control_line.link import Link
@@ -109,7 +109,7 @@ class ControlLine:
         self._beats = Beats(beat_seconds)
         self._thread = LineThread(self._end)
         self._thread.watch(self._beats.event, READ, self._on_beats)
-        self._acceptor = Acceptor(
+        self._listener = Listener(
             self._thread, self._sockets, server, self._prepare, self._greeting, self._authenticated
         )
         close_in_children(self, _close_inherited)
@@ -148,7 +148,7 @@ class ControlLine:
             peer: the peer's name.
             kind: what the frame is about; at most 255 bytes.
             body: its JSON object.
-            bulk: bytes that follow in pieces, between other frames; they are not copied, and don't
+            bulk: bytes that follow in chunks, between other frames; they are not copied, and don't
                 change until the peer has confirmed them.
 
         Returns:
@@ -223,7 +223,7 @@ class ControlLine:
             self._dialers[peer].dial()
 
     def _greeting(self) -> Greeting:
-        return AcceptorGreeting(self._secret, self.name, self._accepts)
+        return ListenerGreeting(self._secret, self.name, self._accepts)
 
     def _accepts(self, greeting: Greeting) -> bool:
         peer = greeting.peer

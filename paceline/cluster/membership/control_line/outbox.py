@@ -1,11 +1,11 @@
-"""Queue of the frames to one peer: small frames go before the next piece of bulk bytes."""
+"""Queue of the frames to one peer: small frames go before the next chunk of bulk bytes."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 
-from paceline.cluster.membership.control_line.frames import PIECE, piece_header
+from paceline.cluster.membership.control_line.frames import CHUNK, chunk_header
 
 _MAX_SMALL = 2**26  # bytes of queued frames without bulk bytes
 _TOGETHER = 2**16  # bytes of small frames that one system call sends
@@ -52,7 +52,7 @@ class Outbox:
             if self._small:
                 return [self._take_small()]
             if self._bulk:
-                return self._take_piece()
+                return self._take_chunk()
             self._idle = True
             return []
 
@@ -70,10 +70,10 @@ class Outbox:
         self._small_size -= size
         return b"".join(frames)
 
-    def _take_piece(self) -> list[bytes | memoryview]:
+    def _take_chunk(self) -> list[bytes | memoryview]:
         head, rest = self._bulk.popleft()
-        piece, rest = rest[:PIECE], rest[PIECE:]
+        chunk, rest = rest[:CHUNK], rest[CHUNK:]
         if rest:
             self._bulk.appendleft((b"", rest))
-        self._bulk_size -= len(piece)
-        return [head + piece_header(len(piece)), piece]
+        self._bulk_size -= len(chunk)
+        return [head + chunk_header(len(chunk)), chunk]

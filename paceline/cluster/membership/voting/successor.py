@@ -67,7 +67,7 @@ def is_quorum(generation: Generation, names: Collection[str]) -> bool:
     return 2 * votes > len(acceptors)
 
 
-def who_would_stop_it(generation: Generation, witness_machine: int | None = None) -> int | None:
+def indispensable_machine(generation: Generation, witness_machine: int | None = None) -> int | None:
     """Return the number of the machine whose loss alone would stop the run; None: there is none.
 
     Args:

@@ -16,7 +16,8 @@ from typing import Any, overload
 from torch.utils.data import IterableDataset
 
 from paceline.api.argument_names import errors_name_arguments
-from paceline.api.stream_loader import UNEVEN, CurrentBatch, StreamLoader
+from paceline.api.loaders.evaluation import Evaluation
+from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
 from paceline.api.world import World
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
@@ -77,9 +78,27 @@ class Loader(CurrentBatch):
                 self._step, self._count = batch_slice.step, batch_slice.count
                 world._loop.queue_slice(batch_slice)
                 yield batch
-                if world._loop.rollback.error is not None:
-                    return world._loop.rollback.go_back()
+                rollback = world._loop.rollback
+                if rollback.error is not None or rollback.moved:
+                    return rollback.continue_steps()
         return world._loop.end_steps()
+
+    def _surviving_batches(self) -> Iterator[Any]:
+        """Yield the batches of an evaluation, as `World.evaluation` says."""
+        world = self._world
+        if self._train:
+            raise ConfigError(
+                "world.evaluation() got the training loader: pass a paceline.loader() with "
+                "train=False."
+            )
+        if not world._loop.rollback.possible:  # a loss ends the run
+            return self._evaluation_batches()
+        return Evaluation(
+            world._loop, world._run, self._mapped, self._order, world.device, self._note
+        ).batches()
+
+    def _note(self, step: int, count: int) -> None:
+        self._step, self._count = step, count
 
     def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""

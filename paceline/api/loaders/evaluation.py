@@ -1,0 +1,100 @@
+"""Evaluation that outlives lost ranks: what a lost rank had to evaluate, the others do as well.
+
+    each rank        its samples of each global batch
+    all ranks        a sum: which samples have been evaluated by ranks that live?
+    each rank        its part of the missing samples; then a sum again, until none is missing
+
+What a rank has evaluated stays in the sums of the script, so that it isn't evaluated again. What a
+lost rank has evaluated is lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.api.script_loop import ScriptLoop
+from paceline.comm.communicator import require_same_call, total
+from paceline.data.map_style_loader import MappedLoader
+from paceline.data.order import Indices, Order
+from paceline.errors import CommError
+from paceline.run.run import Run
+
+_CALL = "world.evaluation()"
+_WHAT = f"{_CALL}, which all ranks must iterate to its end"
+
+
+class Evaluation:
+    """Evaluation of a data set by all ranks, which continues where one of them is lost.
+
+    Args:
+        loop: the script's loop, which enters the next generation.
+        run: the run.
+        mapped: loads the samples.
+        order: their order.
+        device: of the communicator's tensors.
+        note: called with the step and the number of samples of each batch, before it is yielded.
+    """
+
+    def __init__(
+        self,
+        loop: ScriptLoop,
+        run: Run,
+        mapped: MappedLoader,
+        order: Order,
+        device: torch.device,
+        note: Callable[[int, int], None],
+    ) -> None:
+        self._loop, self._run, self._mapped, self._order = loop, run, mapped, order
+        self._device, self._note = device, note
+        self._place = 0
+        self._done = np.zeros(order.samples, dtype=np.int64)  # 1: this rank has evaluated it
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of this rank, and its part of those of lost ranks. All ranks call it.
+
+        Raises:
+            ConfigError: a step is active, or another rank makes another call or has other data.
+            CommError: a peer is lost, and the others can't continue from here, or it is silent.
+        """
+        self._place = self._loop.begin_evaluation(_CALL)
+        for place, batch in self._mapped.epoch(0):
+            if place.count:
+                self._note(place.step, place.count)
+                yield batch
+                self._done[place.first : place.last] = 1
+        while (missing := self._missing()).size:
+            yield from self._batches_of(self._part(missing))
+
+    def _batches_of(self, positions: Indices) -> Iterator[Any]:
+        size = -(-self._order.batch_size // self._run.rank_and_size()[1])
+        parts = [positions[at : at + size] for at in range(0, len(positions), size)]
+        with closing(self._mapped.samples(0, parts)) as batches:
+            for part, batch in zip(parts, batches, strict=True):
+                self._note(int(part[0]) // self._order.batch_size, len(part))
+                yield batch
+                self._done[part] = 1
+
+    def _part(self, missing: Indices) -> Indices:
+        """Return this rank's part of some positions, which is contiguous."""
+        rank, world_size = self._run.rank_and_size()
+        return np.array_split(missing, world_size)[rank]
+
+    def _missing(self) -> Indices:
+        """Return the positions that no rank of this generation has evaluated; collective."""
+        rollback = self._loop.rollback
+        while rollback.reach(self._place):
+            try:
+                communicator, done = self._run.context.communicator, torch.from_numpy(self._done)
+                form = f"{len(done)} samples"
+                remedy = "pass loaders of the same data set"
+                require_same_call(communicator, _CALL, form, self._device, _WHAT, remedy=remedy)
+                everywhere = total(communicator, done.to(self._device), _WHAT)
+                return np.flatnonzero(everywhere.cpu().numpy() == 0)
+            except CommError as error:
+                rollback.enter_here(error)
+        return np.empty(0, dtype=np.int64)  # another rank knows that none is missing

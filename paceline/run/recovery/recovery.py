@@ -1,0 +1,259 @@
+"""Recovery of a rank from the loss of its peers, between two generations of the run.
+
+    leave_generation     the connections are closed; the model is a plain one
+    go_back              the next generation is decided: its ranks, and the state to start from
+        to a snapshot, which all its ranks hold, or
+        to the durable state, where all copies of a part of it are lost
+    record_start         the generation's first event; then the training goes on
+
+Where one of the next generation's ranks is lost meanwhile, `go_back` begins again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import as_values
+from paceline.errors import CommError
+from paceline.observe.change_account import ChangeAccount
+from paceline.replica.averaged_replica import AveragedReplica
+from paceline.replica.group import AnyReplica
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.unsummed_values import values_to_send
+from paceline.run.position import Position
+from paceline.run.recovery.durable_state import DurableState, EpochSize, Restored, sentence_of
+from paceline.run.run import Run
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.state.snapshots import SnapshotName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Successor:
+    """Decision about the next generation: its ranks, and the snapshot to resume from.
+
+    Attributes:
+        group: all its ranks, as this one sees them.
+        start: the snapshot from which it continues, which all its ranks hold; None: it continues
+            from the durable state.
+        parts: for members that aren't in it, what the snapshot has of each alone; each of them is
+            given to one rank.
+        detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
+            training thread.
+    """
+
+    group: Group
+    start: SnapshotName | None
+    parts: Sequence[OwnPart] = ()
+    detected_at: float | None = None
+
+
+NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
+"""Decides, given the lost connection and the names of the snapshots that this rank holds."""
+
+
+class GenerationSteps(Protocol):
+    """Protocol of what runs the steps of one generation after another."""
+
+    def begin_generation(self, *, saved: bool) -> None:
+        """Begin a generation's steps at the run's position.
+
+        Args:
+            saved: the durable state is that of the position.
+        """
+
+    def wait_for_files(self) -> None:
+        """Return once all checkpoints are written and recorded."""
+
+    def save_last(self) -> None:
+        """Save, and return once rank 0 has written it. All ranks call it."""
+
+
+class Recovery:
+    """Recovery of a rank: it goes back to a state that others have, and enters the next generation.
+
+    Args:
+        replica: this rank's model replica.
+        run: the run.
+        snapshots: the snapshots in memory.
+        position: the run's position, which `go_back` sets.
+        steps: runs the steps.
+        account: records what a change of the generation takes.
+        next_generation: called when a peer is lost; without it, the run ends then.
+        durable: restores the durable state, where the next generation starts from that.
+
+    Attributes:
+        went_back: whether the run went back to an earlier state since this start.
+    """
+
+    def __init__(
+        self,
+        replica: AnyReplica,
+        run: Run,
+        snapshots: StepSnapshots,
+        position: Position,
+        steps: GenerationSteps,
+        account: ChangeAccount,
+        *,
+        next_generation: NextGeneration | None,
+        durable: DurableState | None,
+    ) -> None:
+        self._replica, self._run, self._snapshots = replica, run, snapshots
+        self._position, self._steps, self._account = position, steps, account
+        self._next_generation, self._durable = next_generation, durable
+        self._start_fields: dict[str, object] = {}
+        self.went_back = False
+
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a peer leads to another generation; the same on all ranks."""
+        return self._next_generation is not None and self._snapshots.on
+
+    def record_start(self, origin: str | None, **fields: object) -> None:
+        """Record the start of the run; that of a later generation is recorded with the same fields.
+
+        Args:
+            origin: path of another run's checkpoint from which the run starts.
+            fields: of the event `run`, besides the ranks.
+        """
+        self._start_fields, group = fields, self._run.context.group
+        generation = group.generation
+        self._run.recorder.event(
+            "run",
+            generation=generation.number,
+            id=generation.id,
+            start=generation.start,
+            ancestors=as_values(generation.ancestors),
+            rank=group.rank,
+            world_size=group.size,
+            members=[member.id for member in generation.members],
+            machines=len(generation.workers_per_machine),
+            **fields,
+        )
+        self._run.recorder.event(
+            "restore",
+            generation=generation.number,
+            step=self._position.number,
+            epoch=self._position.epoch,
+            origin=origin,
+        )
+
+    def leave_generation(self, error: CommError) -> None:
+        """Close the present generation's connections: the model is a plain one until `go_back`.
+
+        Args:
+            error: reports the lost connection; raised where the run can't continue.
+        """
+        if not self.survives:
+            raise error
+        self._account.lose(self._position.number)
+        self._replica.leave_generation()
+        self._run.context.abort()
+        _clear_frames(error)
+
+    def go_back(self, error: CommError, *, unchanged: bool = False) -> None:
+        """Go back to a snapshot, and enter the next generation; collective among its ranks.
+
+        Where one of them is lost meanwhile, the generation after that is entered. Where all copies
+        of a part of the state are lost, they go back to the durable state.
+
+        Args:
+            error: reports the lost connection.
+            unchanged: go back to a snapshot of the present position only, in which model, optimizer
+                and tracked objects stay as they are.
+
+        Raises:
+            CommError: there is no next generation, or with `unchanged` no such snapshot.
+            RankStateError: members that aren't in it had state that no other has.
+            CheckpointError: no member can read the durable state.
+            ServerLost: the run has no averaging server any more; the state is saved.
+        """
+        assert self._next_generation is not None
+        reached = replace(self._position)
+        while True:
+            self._account.leave()
+            successor = self._next_generation(error, self._snapshots.held)
+            self._account.decide(successor.detected_at)
+            if unchanged and (successor.start is None or successor.start.step != reached.number):
+                raise error
+            try:
+                if successor.start is None:
+                    self._enter_from_disk(successor.group, reached)
+                else:
+                    self._enter(successor, successor.start, unchanged=unchanged)
+                return self._end_without_server()
+            except CommError as lost:
+                self.leave_generation(lost)
+                error = lost
+
+    def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
+        group = successor.group
+        values, own = self._snapshots.restore(start, objects=not unchanged)
+        members = {member.id for member in group.generation.members}
+        commits = self._snapshots.commits
+        lost = [each for each in commits.members(start) if each not in members]
+        parts = [own, *successor.parts, *commits.backup_parts(start, lost)]
+        self._position.set(values)
+        self._note_restored()
+        commits.enter_generation(group.generation)
+        self._run.enter(group)
+        whole = self._replica.enter_generation([part.state for part in parts])
+        context = self._run.context
+        unsummed = values_to_send(parts, commits.totals(start), context.communicator)
+        for step, sums in unsummed.items():
+            context.summaries.send(step, sums, stop=False)
+        self._steps.begin_generation(saved=False)
+        self._record_restart()
+        if not whole:
+            note = "The error-feedback residuals are dropped: no lossy wire is used any more."
+            self._run.recorder.event("note", text=note)
+
+    def _enter_from_disk(self, group: Group, reached: Position) -> None:
+        assert self._durable is not None
+        durable, found = self._durable, list[Restored]()
+        self._steps.wait_for_files()  # no file of the lost steps comes later
+        self._snapshots.begin_anew()
+        self._snapshots.commits.enter_generation(group.generation)
+        self._run.enter(group, prepare=lambda: found.append(durable.restore(reached)))
+        (restored,) = found
+        sums = restored.position.sums or [0.0] * len(self._position.sums)
+        self._position.set({**vars(restored.position), "sums": sums})
+        self._snapshots.continue_from(self._position.snapshot_interval)
+        self._note_restored()
+        self._replica.enter_generation(None)
+        durable.restore_exchange()
+        self._steps.begin_generation(saved=True)
+        self._record_restart()
+        samples, batch = self._start_fields.get("samples"), self._start_fields.get("batch")
+        size = None
+        if isinstance(samples, int) and isinstance(batch, int):
+            size = EpochSize(samples=samples, batch=batch)
+        durable.report(sentence_of(reached, replace(restored, position=self._position), size))
+
+    def _note_restored(self) -> None:
+        self._account.restore(self._position.number, self._snapshots.interval)
+        self.went_back = True
+
+    def _record_restart(self) -> None:
+        if self._start_fields:  # otherwise the run's first step is still to record it
+            self.record_start(None, **self._start_fields)
+        generation = self._run.context.group.generation.number
+        self._run.recorder.event("recovery", generation=generation, **asdict(self._account.enter()))
+
+    def _end_without_server(self) -> None:
+        """Save what all ranks have gone back to, and end, where the averaging server is lost."""
+        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
+            self._steps.save_last()
+            raise self._replica.ends
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what the frames of an error and of its causes have of a generation's memory."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error.__cause__)
+        if error.__context__ is not error.__cause__:  # an error may have both, and others
+            _clear_frames(error.__context__)
