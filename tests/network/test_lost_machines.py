@@ -111,7 +111,7 @@ def requires_stopped(
     written -= {path.name for path in run.run_folder(machine).glob("events.*.jsonl")}
     assert written <= {f"step-{step:08}.pt"}
     if written:
-        assert (recorded[-1]["event"], recorded[-1]["step"]) == ("checkpoint", step)
+        assert (recorded[-1]["event"], recorded[-1].get("step")) == ("checkpoint", step)
 
 
 def newest(run: MachineRun, machine: int) -> int:
