@@ -101,7 +101,8 @@ class TrainerRollbacks:
         from_disk: for each generation but the first, whether it went on from a checkpoint or the
             beginning.
         recorded: the numbers of further generations that were recorded in run folders.
-        to_holders: whether a member hands over its part to its backup holder, not to the first one.
+        to_holders: whether a member hands over its part to its backup holder, not to the first one;
+            where that one leaves, too, to the holder's holder.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -296,12 +297,15 @@ class TrainerRollbacks:
 
     def _taker(self, c: Communicator, number: int) -> int:
         """Return the member that gets the part of one that leaves."""
+        present = self._present(number)
         if not self.to_holders:
-            return self._present(number)[0]
-        group = self._group(c, number - 1)
+            return present[0]
+        group, before = self._group(c, number - 1), self._present(number - 1)
         holder = holder_of(group.generation, group.rank)
+        while holder is not None and before[holder] not in present:
+            holder = holder_of(group.generation, holder)
         assert holder is not None
-        return self._present(number - 1)[holder]
+        return before[holder]
 
     def _present(self, number: int) -> list[int]:
         """Return the members that are in a generation."""
