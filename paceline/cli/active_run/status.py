@@ -25,13 +25,13 @@ from paceline.observe.last_state import LastState, last_state
 from paceline.state.run_folder import is_finished
 
 _DESCRIPTION = """\
-Show a run's members, generation, step, speed and losses.
+Show a run's members, generation, step, speed and lost workers.
 
 A process of the run on this machine is asked.
 
 Where none runs, the last known state is read from the run's folder.
 
-The exit status is 0 if a process of the run answers, and 1 if none does.
+The exit status is 0 if a process of the run answers, 1 if none does, and 2 if there is no such run.
 
 Examples:
   paceline status first
