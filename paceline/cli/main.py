@@ -24,7 +24,7 @@ COMMANDS = {
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
     "status": (
         "paceline.cli.active_run.status",
-        "show a run's members, step, speed and lost workers",
+        "show a run's members, step, speed, lost workers",
     ),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }
