@@ -72,11 +72,13 @@ def with_processes(status: RunStatus, run: Path) -> RunStatus:
 def describe(run: Path, status: RunStatus) -> Iterator[str]:
     """Yield a status as lines, without the table of its members."""
     speed = status.samples_per_second
-    steps = [] if status.step is None else [f"{many(status.step, 'step')} completed"]
+    done = [] if status.step is None else [f"{many(status.step, 'step')} completed"]
+    if status.step is not None and status.total_steps is not None:
+        done = [f"{status.step:,} of {many(status.total_steps, 'step')} completed"]
     yield ", ".join(
         [
             f"Run {run.name} is active: generation {status.generation}",
-            *steps,
+            *done,
             *([] if speed is None else [f"{speed:,.0f} samples/s"]),
             f"{many(len(status.members), 'member')}.",
         ]
