@@ -31,15 +31,22 @@ def started(
     workers: tuple[int, ...],
     peer_timeout: float = 2.0,
     output: str = "runs",
+    script: bool = False,
 ) -> Iterator[MachineRun]:
     """Start a run inside the block, and let it reach its middle."""
     (folder / "meet").mkdir()
     run = MachineRun(
-        folder, switch, *words, workers=workers, peer_timeout=peer_timeout, output=output
+        folder,
+        switch,
+        *words,
+        workers=workers,
+        peer_timeout=peer_timeout,
+        output=output,
+        script=script,
     )
     try:
         run.reach(REACHED)
-        wait_until(lambda: SAVED in run.checkpoints(0))
+        wait_until(lambda: script or SAVED in run.checkpoints(0))
         yield run
     finally:
         run.end()
@@ -176,6 +183,24 @@ def test_of_two_machines_that_lose_each_other_one_continues(
     continues = "and the run continues on other machines." in ends[loser].text
     assert continues == (witness == "redis")
     assert continues != ("the same command resumes it" in ends[loser].text)
+
+
+def test_a_script_that_loses_its_machines_saves_what_it_has(pair: Switch, tmp_path: Path) -> None:
+    with (
+        redis_on(pair) as given,
+        started(tmp_path, pair, *given, workers=(1, 1), script=True) as run,
+    ):
+        before = [run.contents(machine) for machine in (0, 1)]
+        pair.separate(0, 1)
+        run.release()
+        ends = {machine: run.wait(machine) for machine in (0, 1)}
+    winner = next(machine for machine, end in ends.items() if end.status == 0)
+    loser = 1 - winner
+    proof = run.proof(winner)
+    assert proof.exact, proof.faults
+    sentence = f"has lost machine {winner}, where the run continues without it."
+    requires_stopped(run, loser, ends[loser], sentence, before[loser])
+    assert "and the run continues on other machines." in ends[loser].text
 
 
 def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_path: Path) -> None:
