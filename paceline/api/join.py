@@ -28,7 +28,7 @@ from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.config.rules import positive
+from paceline.config.rules import positive, silence
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
@@ -127,7 +127,7 @@ def join(
         )
         positive("first_iter_timeout", timeouts[0])
         positive("timeout", timeouts[1])
-        positive("peer_timeout", peer_timeout)
+        silence("peer_timeout", peer_timeout)
         output = OutputConfig(
             resume=str(resume),
             checkpoint_steps=checkpoint_steps,

@@ -22,7 +22,10 @@ COMMANDS = {
     "serve": ("paceline.cli.serve", "merge the weights of a run's workers, as its server"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
-    "status": ("paceline.cli.active_run.status", "show a run's members, step, speed and losses"),
+    "status": (
+        "paceline.cli.active_run.status",
+        "show a run's members, step, speed, lost workers",
+    ),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }
 _USAGE = """\

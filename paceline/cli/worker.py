@@ -93,6 +93,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             return RunStatus.of(
                 run.context.group.generation,
                 trainer.steps.position.number,
+                total_steps=trainer.epochs * trainer.train.steps,
                 samples_per_second=speed.samples_per_second(),
                 losses=losses.losses,
             )

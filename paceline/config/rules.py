@@ -32,6 +32,9 @@ def within(flag: str, value: float, low: float, high: float, remedy: str = "") -
         raise ConfigError(flag=flag, value=value, rule=f"must be {rule}", remedy=remedy)
 
 
+_SILENCE_S = 1.0  # at least, before a process that sends heartbeats counts as lost
+
+
 def positive(flag: str, value: float, remedy: str = "") -> None:
     """Require `value > 0`, and finite.
 
@@ -41,6 +44,18 @@ def positive(flag: str, value: float, remedy: str = "") -> None:
     if not 0 < value < math.inf:
         rule = "must be greater than 0" + (" and finite" if value > 0 else "")
         raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
+
+
+def silence(flag: str, value: float) -> None:
+    """Require a number of seconds, finite, in which several heartbeats come on a busy machine.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    positive(flag, value)
+    if value < _SILENCE_S:
+        remedy = "heartbeats come twice a second, and later on a busy machine"
+        raise ConfigError(flag=flag, value=value, rule="must be at least 1", remedy=remedy)
 
 
 def file_name(flag: str, value: str) -> None:

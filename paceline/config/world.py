@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from paceline.config.rules import at_least, file_name, positive, within
+from paceline.config.rules import at_least, file_name, positive, silence, within
 from paceline.errors import ConfigError, Message
 
 
@@ -88,7 +88,7 @@ class WorldConfig:
         at_least(self, 0, "num_workers", "num_gpus")
         within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
-        positive("peer_timeout", self.peer_timeout)
+        silence("peer_timeout", self.peer_timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
             gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"

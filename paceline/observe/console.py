@@ -34,7 +34,8 @@ class Console(NullRecorder):
 
     Events, and the fields that it reads:
         run: model, world_size, machines, device, samples (per epoch), steps (per epoch), epochs,
-            labels (their number).
+            labels (their number), continued (true for a later generation of the start, whose
+            members a line of its own has told).
         step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
             so far, in the form that the score counter returns), exposed_ms (how long the rank
             waited for the exchange, if measured).
@@ -52,6 +53,8 @@ class Console(NullRecorder):
         log: the CSV log, whose path is shown.
         shown: returns the last epoch whose line an earlier leader, or this one, has shown before
             the run went back; it isn't shown again.
+        started: when the start of the run began, by the clock, where a later leader opens this;
+            None: now.
         clock: returns seconds since an arbitrary origin.
     """
 
@@ -63,13 +66,15 @@ class Console(NullRecorder):
         width: int | None = None,
         log: Path | None = None,
         shown: Callable[[], int] = lambda: -1,
+        started: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
         self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
         self._log, self._shown_epoch, self._clock = log, shown, clock
-        self._started = self._shown = clock()
-        self._rate = ProgressRate(self._started)
+        self._shown = clock()
+        self._started = self._shown if started is None else started
+        self._rate = ProgressRate(self._shown)
         self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
         self._exposed: list[float] = []  # ms, of the steps since the last look
         self._slowest = ""  # the rank that is slower than others
@@ -94,11 +99,14 @@ class Console(NullRecorder):
         self._terminal.close()
 
     def _run(self, fields: Mapping[str, Any]) -> None:
-        self._started = self._shown = self._clock()
+        self._shown = self._clock()
         self._samples = 0
-        self._rate = ProgressRate(self._started)
+        self._rate = ProgressRate(self._shown)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
+        if fields.get("continued"):
+            return
+        self._started = self._shown
         self._terminal.line(
             f"Training {fields['model']}: {many(fields['world_size'], 'worker')} on "
             f"{many(fields['machines'], 'machine')} ({fields['device']}), "

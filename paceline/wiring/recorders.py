@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -109,8 +110,10 @@ def build_recorder(
     )
     run.when_entered(log.hand_over)
 
+    began = time.monotonic()
+
     def open_recorders() -> list[Recorder]:
-        console = Console(log=log.path, shown=lambda: log.recorded)
+        console = Console(log=log.path, shown=lambda: log.recorded, started=began)
         return [console, *build_trackers(config.output, folder, config.flat())]
 
     events = EventFile(folder, group.member.id)

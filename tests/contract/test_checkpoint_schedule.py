@@ -417,6 +417,27 @@ def test_a_rescue_between_two_generations_finds_the_newest_snapshot(tmp_path: Pa
     assert sorted(files(tmp_path)) == [3]
 
 
+def test_a_leader_that_is_outside_the_world_writes_no_file(tmp_path: Path) -> None:
+    """As one that wakes up, and has not learned that the others continue without it."""
+    found: list[list[int]] = []
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER)
+        for first, in_world in ((0, False), (6, True)):
+            rank.steps.run.may_write = lambda known=in_world: known
+            for number in range(first, first + 6):
+                rank.train(number)
+            if c.rank == 0:
+                rank.steps._writer.wait()  # type: ignore[union-attr]
+                found.append(sorted(files(tmp_path)))
+        rank.bench.replica.close()
+
+    run_ranks(2, work)
+    assert not found[0]
+    assert found[1]
+    assert min(found[1]) >= 4  # which is committed two steps later
+
+
 class Taught(nn.Module):
     """A model with a frozen part that the optimizer doesn't have."""
 

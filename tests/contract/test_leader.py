@@ -57,7 +57,7 @@ def test_in_a_shared_folder_the_next_leader_continues_all_files(
     assert set(range(steps)) == {*losses(training.folder, 0), *losses(training.folder, 1)}
     for epoch in range(EPOCHS):
         assert sum(f"epoch {epoch + 1}/{EPOCHS}: " in line for line in lines) == 1
-    assert [line for line in lines if "Training resnet20: 1 worker on 1 machine" in line]
+    assert [line for line in lines if "Training normed: 1 worker on 1 machine" in line]
     saved = read_checkpoint(training.folder / "checkpoints" / f"step-{steps:08}.pt")
     assert saved["position"]["generation"] == 1
     assert [one[1] for one in saved["lineage"]] == [0, start]

@@ -24,7 +24,8 @@ from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.errors import CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
-from tests.harness.processes.worlds import world_of
+from paceline.wiring import MemberLink
+from tests.harness.processes.worlds import run_of, world_of
 
 LIMIT = 20.0
 OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
@@ -235,6 +236,19 @@ def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
     assert "reaches 1 of 2 machines" in str(refused)
     assert not refused.expelled
     assert not other.all[1].may_write()
+
+
+def test_the_run_of_a_member_outside_the_world_may_write_nothing(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1))
+    members.kill(0)
+    members.next((1,))
+    run = run_of()
+    MemberLink(members.all[1], members.generation, None).begin(run, None)
+    assert not run.may_write()
+    with pytest.raises(PeerLost, match="records nothing more"):
+        run.require_member()
 
 
 def test_a_witness_lets_either_machine_of_a_pair_continue(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from tests.harness.equivalence.rollbacks import CONFIGS, Rollbacks, drawn
+from tests.harness.processes.command import Running
 from tests.harness.processes.python_program import ROOT
 
 
@@ -30,12 +30,7 @@ def test_contexts_that_end_in_mid_step_change_no_bit(name: str, machines: tuple[
 def test_many_contexts_leave_nothing_behind(sync: str) -> None:
     # Eight contexts after the first four show a descriptor, thread or mapping that each leaves.
     words = ["--sync", sync, "--contexts", "12"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.harness.equivalence.rollbacks", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.endswith("equal\n")
+    command = (sys.executable, "-m", "tests.harness.equivalence.rollbacks", *words)
+    ended = Running(command, folder=ROOT, variables={}).wait(200)
+    assert ended.status == 0, ended.text
+    assert ended.text.endswith("equal\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from tests.harness.processes.run_folders import events, wait_until
 FOLDER = ("--file_store_path", "../meet")
 ALLREDUCE = ("--sync", "allreduce")
 SHARDED = ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.0001")
-REACHED = 13  # the leader has saved two epochs
+REACHED, SAVED = 13, "step-00000012.pt"  # the leader has saved two epochs
+Contents = Mapping[str, tuple[bytes, int]]
 
 
 @contextmanager
@@ -29,14 +31,22 @@ def started(
     workers: tuple[int, ...],
     peer_timeout: float = 2.0,
     output: str = "runs",
+    script: bool = False,
 ) -> Iterator[MachineRun]:
     """Start a run inside the block, and let it reach its middle."""
     (folder / "meet").mkdir()
     run = MachineRun(
-        folder, switch, *words, workers=workers, peer_timeout=peer_timeout, output=output
+        folder,
+        switch,
+        *words,
+        workers=workers,
+        peer_timeout=peer_timeout,
+        output=output,
+        script=script,
     )
     try:
         run.reach(REACHED)
+        wait_until(lambda: script or SAVED in run.checkpoints(0))
         yield run
     finally:
         run.end()
@@ -83,16 +93,32 @@ def requires_exact(run: MachineRun, *machines: int) -> None:
     assert proof.done == STEPS * EPOCHS
 
 
-def requires_stopped(run: MachineRun, machine: int, ended: Result, sentence: str) -> None:
-    """Require that a machine stopped with a sentence, and that its newest state is on its disk."""
+def requires_stopped(
+    run: MachineRun, machine: int, ended: Result, sentence: str, before: Contents
+) -> None:
+    """Require that a machine stopped with a sentence, once its newest state was on its disk.
+
+    Args:
+        run: the run.
+        machine: has stopped.
+        ended: its end.
+        sentence: what its last line contains.
+        before: the contents of its run folder before the loss.
+    """
     assert ended.status == 1, ended.text
     assert sentence in ended.text.splitlines()[-1], ended.text
     assert "Traceback" not in ended.text
-    saved = [line for line in ended.text.splitlines() if " is saved in runs/r" in line]
-    assert len(saved) == 1, ended.text
-    assert f"the state after {newest(run, machine)} steps" in saved[0]
-    files = [path for path in events(run.run_folder(machine)) if path["event"] == "step"]
-    assert all(each["generation"] == 0 for each in files)
+    (said,) = [line for line in ended.text.splitlines() if " is saved in runs/r" in line]
+    step = newest(run, machine)
+    assert f"the state after {step} steps" in said
+    recorded = events(run.run_folder(machine), machine)
+    assert all(event["generation"] == 0 for event in recorded if event["event"] == "step")
+    now = run.contents(machine)
+    written = {Path(path).name for path, content in now.items() if content != before.get(path)}
+    written -= {path.name for path in run.run_folder(machine).glob("events.*.jsonl")}
+    assert written <= {f"step-{step:08}.pt"}
+    if written:
+        assert (recorded[-1]["event"], recorded[-1].get("step")) == ("checkpoint", step)
 
 
 def newest(run: MachineRun, machine: int) -> int:
@@ -120,18 +146,19 @@ def test_without_a_witness_the_run_stops_with_the_casting_machine_and_resumes(
 ) -> None:
     with started(tmp_path, pair, *master(pair), *ALLREDUCE, workers=(1, 1)) as run:
         assert run.checkpoints(1) == set()
+        before = run.contents(1)
         for process in run.processes(0):
             process.kill()
         run.release()
         lost, ended = run.wait(0), run.wait(1)
         assert casting(pair, 0) in lost.text
-        requires_stopped(run, 1, ended, "it reaches 1 of 2 machines, which doesn't suffice")
-        (saved,) = run.checkpoints(1)
-        (run.run_folder(0) / "checkpoints" / saved).unlink(missing_ok=True)
+        requires_stopped(run, 1, ended, "it reaches 1 of 2 machines, which doesn't suffice", before)
+        (name,) = run.checkpoints(1)
+        (run.run_folder(0) / "checkpoints" / name).unlink(missing_ok=True)
         again = run.again()
     assert [each.status for each in again] == [0, 0], again
     place = f"on machine 1 ({pair.machines[1].name})"
-    assert f"Resuming from runs/r/checkpoints/{saved} {place}: " in again[0].text
+    assert f"Resuming from runs/r/checkpoints/{name} {place}: " in again[0].text
     requires_exact(run, 0, 1)
 
 
@@ -140,11 +167,11 @@ def test_of_two_machines_that_lose_each_other_one_continues(
     pair: Switch, tmp_path: Path, witness: str
 ) -> None:
     words = redis_on(pair) if witness == "redis" else nullcontext(master(pair))
-    with words as given, started(tmp_path, pair, *given, *ALLREDUCE, workers=(2, 1)) as run:
+    with words as given, started(tmp_path, pair, *given, *ALLREDUCE, workers=(1, 1)) as run:
+        before = [run.contents(machine) for machine in (0, 1)]
         pair.separate(0, 1)
         run.release()
         ends = {machine: run.wait(machine) for machine in (0, 1)}
-        pair.join(0, 1)
     winner = next(machine for machine, end in ends.items() if end.status == 0)
     loser = 1 - winner
     assert witness == "redis" or winner == 0
@@ -152,18 +179,37 @@ def test_of_two_machines_that_lose_each_other_one_continues(
     sentence = "it reaches 1 of 2 machines, which doesn't suffice to decide ("
     if witness == "redis":
         sentence = f"has lost machine {winner}, where the run continues without it."
-    requires_stopped(run, loser, ends[loser], sentence)
+    requires_stopped(run, loser, ends[loser], sentence, before[loser])
     continues = "and the run continues on other machines." in ends[loser].text
     assert continues == (witness == "redis")
     assert continues != ("the same command resumes it" in ends[loser].text)
 
 
+def test_a_script_that_loses_its_machines_saves_what_it_has(pair: Switch, tmp_path: Path) -> None:
+    with (
+        redis_on(pair) as given,
+        started(tmp_path, pair, *given, workers=(1, 1), script=True) as run,
+    ):
+        before = [run.contents(machine) for machine in (0, 1)]
+        pair.separate(0, 1)
+        run.release()
+        ends = {machine: run.wait(machine) for machine in (0, 1)}
+    winner = next(machine for machine, end in ends.items() if end.status == 0)
+    loser = 1 - winner
+    proof = run.proof(winner)
+    assert proof.exact, proof.faults
+    sentence = f"has lost machine {winner}, where the run continues without it."
+    requires_stopped(run, loser, ends[loser], sentence, before[loser])
+    assert "and the run continues on other machines." in ends[loser].text
+
+
 def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_path: Path) -> None:
     with started(tmp_path, three, *master(three), *SHARDED, workers=(1, 1, 1)) as run:
+        before = run.contents(0)
         three.unplug(0)
         run.release()
         stopped = run.wait(0)
-        before = run.contents(0)
+        after = run.contents(0)
         three.plug(0)
         ends = [run.wait(machine) for machine in (1, 2)]
     assert [end.status for end in ends] == [0, 0], ends
@@ -171,8 +217,8 @@ def test_two_of_three_machines_continue_without_the_leaders(three: Switch, tmp_p
     assert "The run continues after the loss of any one of its machines." in stopped.text
     assert casting(three, 1) in ends[0].text
     requires_exact(run, 1, 2)
-    requires_stopped(run, 0, stopped, "it reaches 1 of 3 machines, which doesn't suffice")
-    assert run.contents(0) == before
+    requires_stopped(run, 0, stopped, "it reaches 1 of 3 machines, which doesn't suffice", before)
+    assert run.contents(0) == after
 
 
 def test_a_link_that_is_cut_alone_is_reported_as_that(three: Switch, tmp_path: Path) -> None:
@@ -182,8 +228,9 @@ def test_a_link_that_is_cut_alone_is_reported_as_that(three: Switch, tmp_path: P
         ends = [run.wait(machine) for machine in (0, 1, 2)]
     assert sorted(end.status for end in ends) == [0, 0, 1], ends
     lost = next(machine for machine, end in enumerate(ends) if end.status == 1)
-    reports = [event for event in events(run.run_folder(3 - lost), 3 - lost) if "causes" in event]
-    print(ends, reports)
+    assert re.search(
+        rf"the link between rank {lost} .* is cut, and the others continue", ends[0].text
+    )
     requires_exact(run, *({0, 1, 2} - {lost}))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.cli.main import main
 from tests.harness.processes.command import Result, all_end, rows_of
+from tests.harness.processes.fault_replays import FaultReplays
 from tests.harness.processes.fault_runs import (
     BATCH,
     EPOCH_SIZE,
@@ -32,28 +33,44 @@ SYNCS = {
 DYING = ("--model", "tests.harness.processes.dying_net:dying")
 
 
+class Undisturbed:
+    """Trainings in which no process is lost: of one worker, and replays of the runs' cuts.
+
+    Args:
+        folders: makes a folder for each.
+    """
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        run = FaultRun(folders.mktemp("alone"), *SYNCS["allreduce"], machines=(1,))
+        run.release()
+        ended = run.wait()
+        assert ended.status == 0, ended.text
+        self._alone, self._replays = run.weights(), FaultReplays(folders)
+
+    def requires_weights(self, run: FaultRun, sync: str, *more: Mapping[str, Tensor]) -> None:
+        """Require that a run has left a replay's weights, and those of one worker but for rounding.
+
+        Args:
+            run: has ended.
+            sync: its exchange.
+            more: further weights of which the same is required.
+        """
+        requires_exact(run)
+        replayed = self._replays.weights(SYNCS[sync], (run.count,), run.changes())
+        for weights in (run.weights(), *more):
+            assert distance(weights, replayed) == 0
+            assert distance(weights, self._alone) < EXACT
+
+    def requires_trained(self, run: FaultRun, sync: str, continued: list[int]) -> None:
+        """Require that these workers' processes, and no new ones, trained to these weights."""
+        self.requires_weights(run, sync, *map(run.weights_of, continued))
+        assert run.evaluated() <= set(run.pids.values())
+        assert run.completed() == continued
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
-    """The weights of one worker that trains the same data alone."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = FaultRun(folder, *SYNCS["allreduce"], machines=(1,))
-    run.release()
-    ended = run.wait()
-    assert ended.status == 0, ended.text
-    return run.weights()
-
-
-def requires_trained(
-    run: FaultRun, continued: list[int], undisturbed: Mapping[str, Tensor]
-) -> None:
-    """Require that these workers' processes, and no new ones, trained to the same weights."""
-    requires_exact(run)
-    assert run.evaluated() <= set(run.pids.values())
-    assert run.completed() == continued
-    for local_rank in continued:
-        weights = run.weights_of(local_rank)
-        assert distance(weights, undisturbed) < EXACT
-        assert distance(weights, run.weights_of(continued[0])) == 0
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory)
 
 
 def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> None:
@@ -81,11 +98,7 @@ def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> No
     ids=str,
 )
 def test_the_others_continue_in_their_processes_where_workers_are_killed(
-    tmp_path: Path,
-    undisturbed: Mapping[str, Tensor],
-    sync: str,
-    workers: int,
-    lost: tuple[int, ...],
+    tmp_path: Path, undisturbed: Undisturbed, sync: str, workers: int, lost: tuple[int, ...]
 ) -> None:
     run = FaultRun(tmp_path, *SYNCS[sync], machines=(workers,))
     run.reach(FIRST_KILL)
@@ -94,14 +107,13 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     ended = run.wait()
     assert ended.status == 0, ended.text
     requires_reported(ended, run, lost)
-    requires_trained(run, [rank for rank in range(workers) if rank not in lost], undisturbed)
-    assert distance(run.weights(), undisturbed) < EXACT
+    undisturbed.requires_trained(run, sync, [rank for rank in range(workers) if rank not in lost])
     assert [row["epoch"] for row in rows_of(run.run_folder)] == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(("sync", "lost"), [("sharded", (0, 1)), ("sharded", (1, 2))], ids=str)
 def test_a_run_that_lost_a_part_of_its_state_goes_back_to_its_checkpoint_in_its_process(
-    tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str, lost: tuple[int, ...]
+    tmp_path: Path, undisturbed: Undisturbed, sync: str, lost: tuple[int, ...]
 ) -> None:
     run = FaultRun(tmp_path, *SYNCS[sync])
     run.reach(FIRST_KILL)
@@ -125,8 +137,7 @@ def test_a_run_that_lost_a_part_of_its_state_goes_back_to_its_checkpoint_in_its_
     assert trained(reached) - trained(start) == samples
     assert "Traceback" not in ended.text
     (left,) = {0, 1, 2} - {*lost}
-    requires_trained(run, [left], undisturbed)
-    assert distance(run.weights(), undisturbed) < EXACT
+    undisturbed.requires_trained(run, sync, [left])
     assert [row["epoch"] for row in rows_of(run.run_folder)] == ["0", "1", "2", "3", "4"]
 
 
@@ -145,7 +156,7 @@ def trained(step: int) -> int:
     ids=str,
 )
 def test_the_others_continue_whenever_in_an_epoch_workers_die(
-    tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str, deaths: tuple[str, ...]
+    tmp_path: Path, undisturbed: Undisturbed, sync: str, deaths: tuple[str, ...]
 ) -> None:
     (tmp_path / "deaths").write_text("\n".join(deaths))
     run = FaultRun(tmp_path, *SYNCS[sync], *DYING, "--checkpoint_steps", "3", machines=(4,))
@@ -154,8 +165,8 @@ def test_the_others_continue_whenever_in_an_epoch_workers_die(
     assert ended.status == 0, ended.text
     assert ended.text.count(" as generation ") == len(deaths)
     assert "Traceback" not in ended.text
-    requires_exact(run)
-    assert distance(run.weights(), undisturbed) < EXACT
+    undisturbed.requires_weights(run, sync)
+    assert len(run.evaluated()) <= run.count
 
 
 def test_the_others_continue_where_workers_die_in_the_trials_of_autotuning(
@@ -173,7 +184,7 @@ def test_the_others_continue_where_workers_die_in_the_trials_of_autotuning(
 
 
 def test_workers_train_to_the_end_without_their_supervisor(
-    tmp_path: Path, undisturbed: Mapping[str, Tensor]
+    tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     run = FaultRun(tmp_path, *SYNCS["sharded"])
     run.reach(FIRST_KILL)
@@ -186,8 +197,7 @@ def test_workers_train_to_the_end_without_their_supervisor(
     assert ended.text.count("the supervisor of ") == 1
     assert "Finished after " in ended.text
     assert all_end(run.workers())
-    requires_trained(run, [0, 1, 2], undisturbed)
-    assert distance(run.weights(), undisturbed) < EXACT
+    undisturbed.requires_trained(run, "sharded", [0, 1, 2])
 
 
 def test_stop_ends_workers_without_their_supervisor(

@@ -14,18 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.equivalence.trainer_breaks import Moment
-from tests.harness.equivalence.trainer_rollbacks import TrainerRollbacks
-from tests.harness.processes import fault_runs
 from tests.harness.processes.command import all_end
+from tests.harness.processes.fault_replays import FaultReplays
 from tests.harness.processes.fault_runs import (
-    BATCH,
-    EPOCHS,
     FIRST_KILL,
     LAST_KILL,
-    TASK,
+    Change,
     FaultRun,
-    load,
     proof_of,
 )
 from tests.harness.processes.run_folders import events
@@ -43,22 +38,11 @@ Replay = Callable[[str, int, int, tuple[int, ...]], Mapping[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
-    """What trains a form undisturbed, where members leave at a step; each is trained once."""
-    trained: dict[object, Mapping[str, Tensor]] = {}
+    """What trains a form undisturbed, where members leave at a step."""
+    replays = FaultReplays(tmp_path_factory)
 
     def train(form: str, workers: int, start: int, left: tuple[int, ...]) -> Mapping[str, Tensor]:
-        if (key := (form, workers, start, left)) not in trained:
-            folder = tmp_path_factory.mktemp("replay") / "run"
-            flags = (*FORMS[form], *TASK, "--model", f"{fault_runs.__name__}:unobserved")
-            flags = (*flags, "--batch_size", str(BATCH), "--num_epochs", str(EPOCHS))
-            moments: list[list[Moment]] = [[(start, "forward")] * workers] if left else []
-            run = TrainerRollbacks(
-                folder, flags, (workers,), moments, [left] if left else (), to_holders=True
-            )
-            run.run()
-            assert run.starts == ([start] if left else [])
-            trained[key] = load(folder / "unobserved_model.pt")
-        return trained[key]
+        return replays.weights(FORMS[form], (workers,), [Change(start, left)] if left else [])
 
     return train
 

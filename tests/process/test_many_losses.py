@@ -14,7 +14,7 @@ from tests.harness.processes.fork_server import ServedPopen
 
 FEW, MANY, LIMIT = 10, 30, 110
 SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
-ARENAS = 10  # mappings by which the C library's heaps vary; one a generation would be 20 more
+ARENAS = 10  # anonymous mappings, by which the C library's heaps vary; one a generation: 20 more
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
@@ -34,8 +34,9 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
     assert [line.pop("generation") for line in lines] == list(range(MANY + 1))
     usage = [Usage(**line) for line in lines]
     few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
-    for name in ("files", "threads"):
+    for name in ("files", "threads", "mapped_files", "shared_memory"):
         assert least(many, name) == least(few, name), usage
+    assert least(many, "guards") <= least(few, "guards"), usage
     assert least(many, "mappings") < least(few, "mappings") + ARENAS, usage
     assert least(many, "memory") < 1.02 * least(few, "memory"), usage
 

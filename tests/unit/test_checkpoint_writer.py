@@ -154,6 +154,29 @@ def wait_for_thread() -> None:
             thread.join(10)
 
 
+def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: Path) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    asked, answered = threading.Event(), threading.Event()
+
+    def may_write() -> bool:
+        """Wait, as for the outcome of a vote, until the process is known to be outside."""
+        asked.set()
+        assert answered.wait(10)
+        return False
+
+    writer.may_write = may_write
+    writer.publish(checkpoint(1))
+    assert asked.wait(10)
+    assert not (tmp_path / "checkpoints").exists()  # before the answer
+    answered.set()
+    writer.wait()
+    assert not (tmp_path / "checkpoints").exists()
+    assert writer.published.empty()
+    writer.newest = lambda: checkpoint(2)
+    assert writer.rescue() == 2
+    assert written(tmp_path, 2)["position"] == {"number": 2}
+
+
 class FullDisk(Checkpoints):
     """A disk without room."""
 

@@ -147,6 +147,15 @@ def test_an_epoch_whose_line_was_shown_before_the_run_went_back_has_no_other() -
     assert lines == ["epoch 1/3: loss 1.500", "epoch 2/3: loss 1.500"]
 
 
+def test_a_later_generation_is_not_told_as_a_new_run() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock, started=clock.now - 60.0, log=Path("runs/r/x.log"))
+    console.event("run", **RUN, continued=True)
+    clock.now += 5.0
+    console.event("end")
+    assert file.getvalue() == "Finished after 1:05.\n"
+
+
 def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:
     clock, file = Clock(), io.StringIO()
     console = Console(file, terminal=True, width=120, clock=clock)

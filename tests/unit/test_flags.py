@@ -121,6 +121,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--connections", "2", "--transport", "nixl"], "--connections 2 needs --transport tcp"),
         (["--connections", "33"], "--connections 33: must be from 0 to 32"),
         (["--timeout", "inf"], "must be greater than 0 and finite"),
+        (["--peer_timeout", "0.01"], "must be at least 1; heartbeats come twice a second"),
         (["--base_learning_rate", "nan"], "must be greater than 0"),
         (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),
         (["--gpus", "0, 00"], "must be distinct"),

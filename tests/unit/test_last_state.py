@@ -61,6 +61,9 @@ def test_a_status_is_said_with_its_losses() -> None:
         "Run r is active: generation 3, 1,200 steps completed, 52 samples/s, 0 members.",
         "Lost from generation 2 (cost 1.3 s): rank 1 was killed by SIGKILL.",
     ]
+    whole = RunStatus(generation=0, step=1200, total_steps=12_000)
+    (line,) = describe(Path("runs/r"), whole)
+    assert line == "Run r is active: generation 0, 1,200 of 12,000 steps completed, 0 members."
 
 
 def test_the_last_state_is_said_as_far_as_it_is_known() -> None:

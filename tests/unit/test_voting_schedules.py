@@ -40,6 +40,7 @@ OFTEN = {
     "joiners": 80,
     "leavers": 40,
     "planned changes": 400,
+    "complete copies": 200,
     "generations": 1500,
     "chains of three generations": 300,
     "chains of four generations": 40,

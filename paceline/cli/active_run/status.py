@@ -25,13 +25,13 @@ from paceline.observe.last_state import LastState, last_state
 from paceline.state.run_folder import is_finished
 
 _DESCRIPTION = """\
-Show a run's members, generation, step, speed and losses.
+Show a run's members, generation, step, speed and lost workers.
 
 A process of the run on this machine is asked.
 
 Where none runs, the last known state is read from the run's folder.
 
-The exit status is 0 if a process of the run answers, and 1 if none does.
+The exit status is 0 if a process of the run answers, 1 if none does, and 2 if there is no such run.
 
 Examples:
   paceline status first
@@ -72,11 +72,13 @@ def with_processes(status: RunStatus, run: Path) -> RunStatus:
 def describe(run: Path, status: RunStatus) -> Iterator[str]:
     """Yield a status as lines, without the table of its members."""
     speed = status.samples_per_second
-    steps = [] if status.step is None else [f"{many(status.step, 'step')} completed"]
+    done = [] if status.step is None else [f"{many(status.step, 'step')} completed"]
+    if status.step is not None and status.total_steps is not None:
+        done = [f"{status.step:,} of {many(status.total_steps, 'step')} completed"]
     yield ", ".join(
         [
             f"Run {run.name} is active: generation {status.generation}",
-            *steps,
+            *done,
             *([] if speed is None else [f"{speed:,.0f} samples/s"]),
             f"{many(len(status.members), 'member')}.",
         ]

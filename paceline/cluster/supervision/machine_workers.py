@@ -24,6 +24,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 
 from paceline.cluster.membership.generation import Member
@@ -198,7 +199,13 @@ class MachineWorkers:
         self._isolated = not failures
         # Workers that fail and haven't ended yet may have left a report, too.
         reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
-        return cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
+        reason = cause([*failures, *filter(None, reports), *reversed(self._lost.values())])
+        if reason is None or not self._isolated:
+            return reason
+        rest = "No worker is left: start the same command again, and the run resumes."
+        if self._plan.machines > 1:
+            rest = "No worker of this machine is left."
+        return replace(reason, text=f"{reason.text} {rest}")
 
     def _end_expelled(self, endpoint: SupervisorEndpoint) -> None:
         """Kill the workers that are left, some seconds after the world has ended without them."""
@@ -239,6 +246,9 @@ class MachineWorkers:
             failure = FailureReport(text=text, status=1)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         if not worker.survives or stopped or (own is not None and not own.consequence):
+            if own is None and not stopped and not worker.survives and self._endpoint is not None:
+                why = "The others end, too: a run outlives a loss from its first step on."
+                return replace(failure, text=f"{failure.text} {why}")
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure

@@ -131,6 +131,7 @@ class Recovery:
             world_size=group.size,
             members=[member.id for member in generation.members],
             machines=len(generation.workers_per_machine),
+            continued=generation.first_start is not None,
             **fields,
         )
         self._run.recorder.event(

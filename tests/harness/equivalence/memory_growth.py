@@ -13,6 +13,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,25 @@ _MEGABYTE = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has: bytes of memory, mappings, open files, threads, Python's objects."""
+    """What a process has: bytes of memory, mappings, open files, threads, Python's objects.
+
+    Attributes:
+        memory: bytes that are resident.
+        mappings: all mappings, those of the allocator's heaps included.
+        mapped_files: mappings of files, and the kernel's own.
+        shared_memory: mappings of memory that processes share.
+        guards: mappings without access, one below each thread's stack; the C library has some more,
+            of stacks of ended threads, for the next ones.
+        files: open files.
+        threads: threads.
+        objects: Python's objects that are tracked.
+    """
 
     memory: int
     mappings: int
+    mapped_files: int
+    shared_memory: int
+    guards: int
     files: int
     threads: int
     objects: int
@@ -42,9 +58,13 @@ class Usage:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
+        kinds = Counter(map(_kind, Path("/proc/self/maps").read_text().splitlines()))
         return Usage(
             memory=pages * os.sysconf("SC_PAGE_SIZE"),
-            mappings=len(Path("/proc/self/maps").read_text().splitlines()),
+            mappings=kinds.total(),
+            mapped_files=kinds["file"],
+            shared_memory=kinds["shared memory"],
+            guards=kinds["guard"],
             files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             objects=len(gc.get_objects()),
@@ -55,6 +75,17 @@ class Usage:
         same = (self.files, self.threads) == (before.files, before.threads)
         few = self.objects - before.objects < steps / 10
         return same and few and self.memory - before.memory < 4 * _MEGABYTE
+
+
+def _kind(line: str) -> str:
+    """Return the kind of a mapping, by its line in /proc/self/maps."""
+    _, access, _, _, _, *rest = line.split(maxsplit=5)
+    name = rest[0] if rest else ""
+    if name.startswith(("/memfd:", "/dev/shm/", "/dev/zero")):
+        return "shared memory"
+    if name and name != "[heap]" and not name.startswith("[anon"):
+        return "file"
+    return "guard" if access == "---p" else "anonymous"
 
 
 def train(kind: str, steps: int) -> tuple[Usage, Usage]:

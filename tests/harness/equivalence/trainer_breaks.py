@@ -34,6 +34,9 @@ class Breaks:
         """Break off here, if this is the present generation's moment."""
         steps = self._trainer.steps
         moment = dict(enumerate(self._moments)).get(steps.generation)
+        if name == "load" and moment == (steps.position.number, "between"):
+            steps.take_snapshot()  # which all ranks then hold: none goes back further
+            raise CommError(f"broken off before step {steps.position.number}")
         if moment in ((steps.position.number, name), (ANY, name)):
             raise CommError(f"broken off in step {steps.position.number}: {name}")
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn import functional as F
 
 from paceline import wiring
 from paceline.cli.flags import parse
@@ -52,11 +53,37 @@ from tests.harness.processes.worlds import world_of
 
 STEPS, EPOCHS, BATCH, SAMPLES = 4, 2, 12, 40  # the last batch is short
 FLAGS = (
-    *("--db_type", "minidb", "--use_cpu", "--model", "resnet20", "--image_size", "16"),
+    *("--db_type", "minidb", "--use_cpu", "--model", f"{__name__}:normed"),
+    *("--image_size", "16"),
     *("--augment", "none", "--num_labels", "10", "--num_epochs", str(EPOCHS), "--timeout", "10"),
     *("--base_learning_rate", "0.05", "--decode_threads", "1", "--warmup_epochs", "0"),
 )
 FLOAT32, FLOAT64 = ("--model", f"{__name__}:single"), ("--model", f"{__name__}:double")
+
+
+class Normed(nn.Module):
+    """Net with what a ResNet has: batch statistics, a shortcut, and several buckets of 0.1 MB."""
+
+    def __init__(self, num_labels: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64))
+        self.block = nn.Sequential(
+            *(nn.Conv2d(64, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+            *(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64)),
+        )
+        self.shortcut = nn.Conv2d(64, 64, 1, stride=2)
+        self.head = nn.Linear(64, num_labels)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = F.relu(self.stem(images))
+        found = F.relu(self.block(found) + self.shortcut(found))
+        scores: Tensor = self.head(found.mean((2, 3)))
+        return scores
+
+
+def normed(num_labels: int) -> nn.Module:
+    """Make a small net with batch statistics, for `--model`."""
+    return Normed(num_labels)
 
 
 def single(num_labels: int) -> nn.Module:
@@ -101,7 +128,8 @@ class TrainerRollbacks:
         from_disk: for each generation but the first, whether it went on from a checkpoint or the
             beginning.
         recorded: the numbers of further generations that were recorded in run folders.
-        to_holders: whether a member hands over its part to its backup holder, not to the first one.
+        to_holders: whether a member hands over its part to its backup holder, not to the first one;
+            where that one leaves, too, to the holder's holder.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -208,7 +236,7 @@ class TrainerRollbacks:
                 stack.callback(part.close)
             trainer.steps.recovery.record_start(
                 None,
-                model="resnet20",
+                model="normed",
                 device="cpu",
                 samples=trainer.train.samples,
                 steps=trainer.train.steps,
@@ -296,12 +324,15 @@ class TrainerRollbacks:
 
     def _taker(self, c: Communicator, number: int) -> int:
         """Return the member that gets the part of one that leaves."""
+        present = self._present(number)
         if not self.to_holders:
-            return self._present(number)[0]
-        group = self._group(c, number - 1)
+            return present[0]
+        group, before = self._group(c, number - 1), self._present(number - 1)
         holder = holder_of(group.generation, group.rank)
+        while holder is not None and before[holder] not in present:
+            holder = holder_of(group.generation, holder)
         assert holder is not None
-        return self._present(number - 1)[holder]
+        return before[holder]
 
     def _present(self, number: int) -> list[int]:
         """Return the members that are in a generation."""

@@ -67,6 +67,7 @@ class Schedule:
             interval=rng.choice((1, 1, 2)),
             witness=theme == "split" or rng.random() < 0.6,
             parts=theme == "growth" or rng.random() < 0.7,
+            completes=seed % 3 == 0,
         )
         weights = {
             self._deliver: 40.0,
@@ -299,6 +300,7 @@ class Schedule:
         )
         joined = (member for one in successors for member in one.members)
         happened["joiners"] += len({member.id for member in joined if member.id.startswith("j")})
+        happened["complete copies"] += world.training.completed
         happened["generations"] += len(successors)
         happened["chains of three generations"] += len(successors) >= 2
         happened["chains of four generations"] += len(successors) >= 3

@@ -29,6 +29,10 @@ class Training:
         faults: mistakes of the processes.
         interval: steps between snapshots.
         parts: whether a snapshot has a part of each member; else all members' copies are equal.
+        completes: whether a member that has made further steps comes to need no other's part.
+
+    Attributes:
+        completed: how often one came to need no other's part of a snapshot.
     """
 
     def __init__(
@@ -41,7 +45,9 @@ class Training:
         faults: Faults,
         interval: int,
         parts: bool,
+        completes: bool,
     ) -> None:
+        self._completes, self.completed = completes, 0
         self._rng, self._oracle, self._workers = rng, oracle, workers
         self._connected, self._faults = connected, faults
         self._interval, self._parts = interval, parts
@@ -122,8 +128,10 @@ class Training:
                 and random_() < chance
                 and self._connected(worker.machine, self._workers[owner].machine)
             )
-            if new:
-                copy = replace(held, parts=held.parts + new)
+            complete = held.complete or (self._completes and worker.step > step + 1)
+            if new or complete != held.complete:
+                self.completed += complete != held.complete
+                copy = replace(held, parts=held.parts + new, complete=complete)
                 memory = {**memory, (generation.id, step): copy}
         if memory is not worker.memory:
             self.acknowledge(worker, memory)
@@ -156,7 +164,7 @@ class Training:
         if not worker.trains or key not in worker.memory:
             return
         before = worker.durable
-        worker.durable = replace(worker.memory[key], parts=(), durable=True)
+        worker.durable = replace(worker.memory[key], parts=(), complete=False, durable=True)
         if not self.acknowledge(worker, worker.memory):
             worker.durable = before
 
@@ -172,5 +180,11 @@ class Training:
             if not worker.joining:
                 for (id, step), copy in memory.items():
                     if id == generation.id:
-                        self._oracle.acknowledge(generation, step, worker.id, copy.parts)
+                        self._oracle.acknowledge(generation, step, worker.id, self.parts_of(copy))
         return done
+
+    def parts_of(self, held: Held) -> tuple[str, ...]:
+        """Return the ids of the members whose part of a snapshot a copy has."""
+        if held.complete:
+            return tuple(each.id for each in self._oracle.generations[held.token].members)
+        return held.parts

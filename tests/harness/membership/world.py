@@ -40,6 +40,7 @@ class World:
         interval: steps between snapshots.
         witness: whether there is a witness.
         parts: whether a snapshot has a part of each member; else all members' copies are equal.
+        completes: whether a member comes to need no other's part of a snapshot.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class World:
         interval: int,
         witness: bool,
         parts: bool,
+        completes: bool = False,
     ) -> None:
         self.rng, self.faults, self.interval = rng, faults, interval
         self.loss = self.duplication = self.dying = self.isolation = 0.0
@@ -83,6 +85,7 @@ class World:
             faults=faults,
             interval=interval,
             parts=parts,
+            completes=parts and completes,
         )
         for one in self.first.members:
             machine = self.machines[one.machine]
@@ -273,7 +276,7 @@ class World:
         self._add(worker)
         keys = list(donor.memory)
         got = keys[: self.rng.randint(0, len(keys))] if self.rng.random() < 0.5 else keys
-        memory = {key: replace(donor.memory[key], parts=()) for key in got}
+        memory = {key: replace(donor.memory[key], parts=(), complete=False) for key in got}
         if self.training.acknowledge(worker, memory):
             joiner = Joiner(member=member(worker.id, machine.number), held=tuple(memory.values()))
             self.joiners.setdefault(donor.generation.id, []).append((worker, joiner))
@@ -325,7 +328,7 @@ class World:
 
     def _copies(self, member: str, generation: str, step: int) -> tuple[str, ...] | None:
         held = self.by_id[member].memory.get((generation, step))
-        return None if held is None else held.parts
+        return None if held is None else self.training.parts_of(held)
 
     def _token(self) -> str:
         self._count += 1

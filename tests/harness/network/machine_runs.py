@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.observe.event_file import find_event_files, read_events
 from paceline.observe.ledger import Proof, prove
+from tests.harness.library import held_script
 from tests.harness.network.switched_machines import Switch
 from tests.harness.processes.command import Result
 from tests.harness.processes.fork_server import ServedPopen, environment_of
@@ -65,6 +66,7 @@ class MachineRun:
         workers: for each machine, its number of workers.
         peer_timeout: seconds without a heartbeat after which a member is suspected.
         output: the folder of runs, seen from a machine's.
+        script: run `held_script.py` under `paceline launch`, in place of `paceline train`.
     """
 
     def __init__(
@@ -75,12 +77,17 @@ class MachineRun:
         workers: Sequence[int],
         peer_timeout: float,
         output: str = "runs",
+        script: bool = False,
     ) -> None:
         self._output = output
+        self._script: tuple[str, ...] = ()
         self.folder, self.switch, self._workers = folder, switch, workers
         shards, batch = str(len(workers)), str(BATCH // len(workers))
         self._words = (*_WORDS, "--num_shards", shards, "--batch_size", batch, *words)
         self._words += ("--peer_timeout", str(peer_timeout), "--output_dir", output)
+        if script:
+            self._words = ("launch", "--num_shards", shards, "--run_id", "r", *words)
+            self._script = ("--", sys.executable, "-m", held_script.__name__, str(peer_timeout))
         self._commands = [self._start(machine) for machine in range(len(workers))]
 
     def run_folder(self, machine: int) -> Path:
@@ -157,7 +164,7 @@ class MachineRun:
         here.mkdir(exist_ok=True)
         own = ["--shard_id", str(machine), "--num_workers", str(self._workers[machine])]
         python = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", sys.executable]
-        command = [*python, "-m", "paceline.cli.main", *self._words, *own]
+        command = [*python, "-m", "paceline.cli.main", *self._words, *own, *self._script]
         return ServedPopen(
             self.switch.machines[machine].inside(*command),
             cwd=here,

@@ -46,10 +46,6 @@ class Switch:
         """Let machines no longer reach each other; they reach all others, and the switch."""
         self._set(machines, "type", "bridge_slave", "isolated", "on")
 
-    def join(self, *machines: int) -> None:
-        """Let machines reach each other again."""
-        self._set(machines, "type", "bridge_slave", "isolated", "off")
-
     def processes(self, machine: int) -> list[psutil.Process]:
         """Return all processes of a machine."""
         command = ["ip", "netns", "pids", self.machines[machine].name]

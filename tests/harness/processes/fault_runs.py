@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -94,9 +96,27 @@ def unobserved(num_labels: int) -> nn.Module:
     return FaultNet(num_labels)
 
 
+def unobserved_single(num_labels: int) -> nn.Module:
+    """Make the same net in float32 for threads of a test."""
+    return FaultNet(num_labels, torch.float32)
+
+
 def weights_file(folder: Path, pid: int) -> Path:
     """Return the file in which a process saves its weights."""
     return folder / f"weights.{pid}.pt"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of a run's generation.
+
+    Attributes:
+        start: the step from which the run continued.
+        left: ranks of the first generation whose members aren't in the next one.
+    """
+
+    start: int
+    left: tuple[int, ...]
 
 
 class FaultRun:
@@ -199,13 +219,19 @@ class FaultRun:
 
     def starts(self) -> list[int]:
         """Return the steps from which the generations after the first one continued."""
-        found = {
-            event["generation"]: event["start"]
-            for rank in range(self.count)
-            for event in events(self.run_folder, rank)
-            if event["event"] == "run" and event["generation"]
-        }
-        return [found[generation] for generation in sorted(found)]
+        return [event["start"] for event in self._generations()[1:]]
+
+    def changes(self) -> list[Change]:
+        """Return the changes of the generation, without those from which no step counts."""
+        first, *later = self._generations()
+        found: list[Change] = []
+        for event in later:
+            while found and found[-1].start >= event["start"]:
+                found.pop()
+            members = enumerate(first["members"])
+            left = tuple(rank for rank, member in members if member not in event["members"])
+            found.append(Change(event["start"], left))
+        return found
 
     def checkpoint(self, step: int) -> Path:
         """Return the checkpoint of a step."""
@@ -231,6 +257,16 @@ class FaultRun:
             for rank in range(self.count)
             if any(event["event"] == "end" for event in events(self.run_folder, rank))
         ]
+
+    def _generations(self) -> list[dict[str, Any]]:
+        """Return the start of each generation, as one of its members has recorded it."""
+        found = {
+            event["generation"]: event
+            for rank in range(self.count)
+            for event in events(self.run_folder, rank)
+            if event["event"] == "run"
+        }
+        return [found[number] for number in sorted(found)]
 
     def _start(self) -> list[Command]:
         return [

@@ -327,6 +327,9 @@ def _serve(control: int, listener: int, proxies: str) -> None:
             import_module(name)
     import torch
 
+    targets = import_module("numba.core.registry").cpu_target
+    for context in (targets.typing_context, targets.target_context):
+        context.refresh()  # numba's types, which each process would load at its first call
     torch.set_num_threads(1)
     fork_child.record_state()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"

@@ -36,8 +36,10 @@ class Program:
             return None
         if not Path(found).name.startswith("python"):
             with Path(found).open("rb") as file:
-                python = file.readline() == f"#!{sys.executable}\n".encode()
-            return cls("file", found, words) if python else None
+                line = file.readline().decode(errors="replace").strip()
+            python = Path(line.removeprefix("#!"))  # `python`, `python3` or `python3.11`
+            own = python.parent == BIN and python.name.startswith("python")
+            return cls("file", found, words) if own else None
         while words and words[0] in _HARMLESS:
             words.pop(0)
         if errors := words[:2] == ["-W", "error"]:

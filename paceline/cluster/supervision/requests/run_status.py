@@ -54,6 +54,7 @@ class RunStatus(JsonRecord):
     Attributes:
         generation: the number of the present generation.
         step: the number of completed steps; None where the reporting process doesn't know it.
+        total_steps: the number of steps of the whole run; None where it isn't known.
         samples_per_second: the recent speed of all ranks together; None: not measured yet.
         members: the members, in rank order.
         losses: the lost members, the earliest first.
@@ -61,6 +62,7 @@ class RunStatus(JsonRecord):
 
     generation: int
     step: int | None
+    total_steps: int | None = None
     samples_per_second: float | None = None
     members: tuple[MemberStatus, ...] = ()
     losses: tuple[MemberLoss, ...] = ()
@@ -71,6 +73,7 @@ class RunStatus(JsonRecord):
         generation: Generation,
         step: int | None,
         *,
+        total_steps: int | None = None,
         samples_per_second: float | None = None,
         losses: tuple[MemberLoss, ...] = (),
     ) -> Self:
@@ -78,6 +81,7 @@ class RunStatus(JsonRecord):
         return cls(
             generation=generation.number,
             step=step,
+            total_steps=total_steps,
             samples_per_second=samples_per_second,
             members=tuple(
                 MemberStatus(
