@@ -38,7 +38,8 @@ _MEETING = "the comparison of the ranks' places in the script, after a loss"
 class Place(IntEnum):
     """Place in a script between two steps, in the order in which a script comes by them.
 
-    Evaluations between the same steps are `EVALUATION`, `EVALUATION` + 1, …
+    The begin and the end of an evaluation are `EVALUATION` and the next number; those of another
+    one between the same steps are the two numbers after these, and so on.
     """
 
     EPOCH_END = 0

@@ -238,11 +238,15 @@ class ScriptLoop:
                         return self.rollback.continue_steps()
         return None
 
-    def begin_evaluation(self, call: str) -> int:
-        """Let an evaluation begin, during which the ranks may change; return its place.
+    def begin_evaluation(self, call: str) -> tuple[int, bool]:
+        """Let an evaluation begin, during which the ranks may change.
 
         Args:
             call: the call of the script.
+
+        Returns:
+            the place of its end, and whether this rank begins with the others; it doesn't where
+            they have begun in an earlier generation.
 
         Raises:
             ConfigError: a step is active, or there is no model.
@@ -251,15 +255,15 @@ class ScriptLoop:
         steps = self.require_between_steps(call)
         done, place = self._position.position.number, int(Place.EVALUATION)
         if self._evaluated is not None and self._evaluated[0] == done:
-            place = self._evaluated[1] + 1
+            place = self._evaluated[1] + 2
         self._evaluated = done, place
-        while self.rollback.possible and self.rollback.reach(place):
+        while self.rollback.reach(place):
             try:
                 steps.take_snapshot()
-                break
+                return place + 1, True
             except CommError as error:
                 self.rollback.enter_here(error)
-        return place
+        return place + 1, False
 
     def finish(self) -> None:
         """Save the state after the last step, unless there is none.
@@ -370,6 +374,16 @@ class ScriptLoop:
                 "again; a run with a folder resumes from its last checkpoint."
             )
         return self.steps
+
+    def lose_between_steps(self, error: CommError) -> None:
+        """Let what follows a step in the script go on after a loss, until the next batch.
+
+        Raises:
+            CommError: the error, where the run can't continue.
+        """
+        if not self.rollback.possible:
+            raise error
+        self.rollback.lose(error)
 
     def _require_no_loss(self) -> None:
         """Raise the error of a lost peer, if the loader hasn't gone back since."""

@@ -196,11 +196,22 @@ class World:
         The model's next forward, `eval()`, `state_dict()` and any use of a parameter do the same.
         Call this to choose the moment, or before a use by an alias (`p.data` of before).
 
+        Where a peer is lost, and the loop continues without it, nothing is waited for any more
+        before the next batch.
+
         Raises:
             ConfigError: there is no model yet.
-            CommError: a peer is lost or silent.
+            CommError: a peer is lost or silent, and the run can't continue.
         """
-        self._loop.require_replica("world.settle()").settle()
+        if self._loop.rollback.error is not None:
+            return
+        replica = self._loop.require_replica("world.settle()")
+        try:
+            replica.settle()
+        except CommError as error:
+            if self._loop.in_step:
+                raise
+            self._loop.lose_between_steps(error)
 
     def merge(self) -> None:
         """Merge the ranks' weights at once, with sync="average"; otherwise as `settle`. Collective.
@@ -337,23 +348,31 @@ class World:
         wire, with update="sharded", or with sync="average".
 
         Call it where the next step could begin: a resumed run repeats what comes before that step.
+        Where a peer is lost, and the loop continues without it, nothing is saved: the loop goes
+        back.
 
         Raises:
             ConfigError: there is no run folder, a step is active, or another rank makes another
                 call.
-            CommError: a peer is lost or silent, or doesn't call it although it must.
+            CommError: a peer is lost or silent, or doesn't call it although it must, and the run
+                can't continue.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         call = "world.checkpoint()"
         if self._session.run is None:
             raise ConfigError(f"{call} needs a run folder: pass run=… to paceline.join().")
+        if self._loop.rollback.error is not None:
+            return
         steps, replica = self._loop.require_between_steps(call), self._loop.replica
         with self._end.explained(call):
-            if replica is not None and replica.stateful:
-                what = f"{call}, which all ranks must call where ranks have state of their own"
-                communicator = self._run.context.communicator
-                require_same_call(communicator, call, "", self.device, what)
-            steps.save(together=False)
+            try:
+                if replica is not None and replica.stateful:
+                    what = f"{call}, which all ranks must call where ranks have state of their own"
+                    communicator = self._run.context.communicator
+                    require_same_call(communicator, call, "", self.device, what)
+                steps.save(together=False)
+            except CommError as error:
+                return self._loop.lose_between_steps(error)
             self._position.note_saved()
 
     def close(self) -> None:
@@ -487,6 +506,8 @@ class World:
         session = self._session
         for one, pair in zip(replicas, pairs, strict=True):
             self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
+            if isinstance(one, Replica):
+                one.on_loss = self._loop.lose_between_steps
         grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
         replica = ReplicaGroup(grouped) if grouped else replicas[0]
         self._loop.replica, self._pairs = replica, list(pairs)

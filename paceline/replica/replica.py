@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from paceline.comm.communicator import Communicator
-from paceline.errors import ConfigError
+from paceline.errors import CommError, ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.binder import ExchangePlan, ReplicaBinder
 from paceline.replica.hooks import ReplicaHooks
@@ -79,6 +79,8 @@ class Replica:
     Attributes:
         stepped: whether the last step ended by `optimizer.step()`.
         averaged: False: the ranks' weights are equal between two steps.
+        on_loss: called with the error where a use of the model between two steps finds that a peer
+            was lost; the use goes on without it. None: the error is raised.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
@@ -105,18 +107,20 @@ class Replica:
         self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
+        self.on_loss: Callable[[CommError], None] | None = None
         self._settled = False  # since the last step's end
         self._when_settled: list[tuple[int, int]] = []  # the parameters' versions and addresses
         self._copier: StateCopier | None = None  # of the next step
         self._earlier = EarlierBuffers(model)
         self._watch = ParameterWatch(
             reduce=self.reduce,
-            install=self.settle,
+            install=self._settle_for_use,
             expose=lambda parameter: self._binding.expose_gradients(parameter),
         )
         self.stepped = self._follows_scalers = False
         self._binder = ReplicaBinder(
-            *(model, optimizer, communicator, first_plan, self._watch, self._earlier, self.settle),
+            *(model, optimizer, communicator, first_plan, self._watch, self._earlier),
+            settle=self._settle_for_use,
             scope=scope,
             make_hooks=self._make_hooks,
         )
@@ -134,7 +138,7 @@ class Replica:
                 for one in roots_of(model)
             ),
             watch_scaler(optimizer, self._refuse_early_unscaling),
-            lambda: unwatch_state(optimizer, self.settle),
+            lambda: unwatch_state(optimizer, self._settle_for_use),
         ]
 
     @property
@@ -278,6 +282,15 @@ class Replica:
             if not self._settled and self._number is None:
                 self._when_settled = _versions(self._hooks.gradients.parameters)
             self._settled = True
+
+    def _settle_for_use(self) -> None:
+        """Settle before a script uses the model or the optimizer's state."""
+        try:
+            self.settle()
+        except CommError as error:
+            if self.on_loss is None or self._number is not None:
+                raise
+            self.on_loss(error)
 
     @property
     def unused(self) -> bool:
@@ -441,7 +454,9 @@ class Replica:
         self._binding.end_snapshot()
         self._binding.synchronizer.end()
         self._done()
-        watch_state(optimizer, self.settle)  # a script, or load_state_dict(), may have replaced it
+        watch_state(
+            optimizer, self._settle_for_use
+        )  # a script, or load_state_dict(), may have replaced it
         if _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
         else:
@@ -547,7 +562,7 @@ class Replica:
     ) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""
         if not mode:
-            self.settle()
+            self._settle_for_use()
         return plain(mode)
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -54,6 +54,11 @@ def requires_exact(folder: Path) -> None:
         ("accumulation", 4, ("0:0:2:accumulated:1", "1:1:3:unscaled:0", "2:2:3:updated:1")),
         ("sharded", 4, ("0:0:0:backward:0", "1:1:4:forward:2", "2:2:2:updated:0")),
         ("allreduce", 3, ("0:1:0:forward:0", "1:2:4:between:1")),
+        ("copy", 3, ("0:1:1:forward:1", "1:2:1:backward:1")),
+        ("state", 3, ("0:1:1:forward:1",)),
+        ("settle", 3, ("0:1:1:backward:1",)),
+        ("checkpoint", 3, ("0:1:0:between:1", "1:2:1:backward:0")),
+        ("allreduce", 3, ("0:0:0:forward:0",)),
     ],
 )
 def test_a_loop_continues_whenever_in_its_steps_a_process_is_killed(
@@ -117,6 +122,8 @@ def evaluations(ended: Result) -> frozenset[str]:
         ("within", ("0:0:2:evaluation:0", "1:2:0:evaluation:1"), ""),
         ("evaluation", ("0:1:0:ended:0",), "0:1:0:late_epoch_end:1"),
         ("untold", ("0:1:0:total:0",), "0:1:0:late_evaluation:1"),
+        ("twice", ("0:1:0:evaluation:0", "1:2:1:evaluation:1"), ""),
+        ("twice", ("0:1:0:evaluation:0",), "0:1:0:late_begin:1"),
         ("within", ("0:1:0:forward:1",), "0:0:0:late_next_epoch:0"),
     ],
 )

@@ -93,3 +93,23 @@ def test_a_wait_ends_with_the_renewal(lease: WriteLease, clock: Clock) -> None:
     lease.confirm("c", number)
     waiting.join(60)
     assert found == [True]
+
+
+def test_a_generation_that_a_stopped_member_learns_of_late_does_not_renew_it(
+    lease: WriteLease, clock: Clock
+) -> None:
+    clock.now += DURATION + 5
+    lease.enter(["a", "b"], renew=False)
+    assert not lease.lasts
+    lease.confirm("b", lease.send())
+    assert lease.lasts
+
+
+def test_a_wait_ends_with_the_lease(lease: WriteLease, clock: Clock) -> None:
+    clock.now += DURATION
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(lease.wait(600)))
+    waiting.start()
+    lease.end()
+    waiting.join(60)
+    assert found == [False]

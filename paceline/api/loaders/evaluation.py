@@ -5,7 +5,8 @@
     each rank        its part of the missing samples; then a sum again, until none is missing
 
 What a rank has evaluated stays in the sums of the script, so that it isn't evaluated again. What a
-lost rank has evaluated is lost with it.
+lost rank has evaluated is lost with it. A rank that learns at the begin of a loss that the others
+learn of at the end has evaluated nothing yet: its samples are missing, too.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Evaluation:
             ConfigError: a step is active, or another rank makes another call or has other data.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
-        self._place = self._loop.begin_evaluation(_CALL)
-        for place, batch in self._mapped.epoch(0):
+        self._place, begins = self._loop.begin_evaluation(_CALL)
+        for place, batch in self._mapped.epoch(0) if begins else ():
             if place.count:
                 self._note(place.step, place.count)
                 yield batch

@@ -68,6 +68,11 @@ class MemberWatch:
         """What this member brings into a vote."""
         return View(suspected=frozenset(self.suspicions), leavers=frozenset(self.leavers))
 
+    @property
+    def unjudged_seconds(self) -> float:
+        """The seconds since the last judgment: many, where this process was stopped."""
+        return time.monotonic() - self._observer.judged_at
+
     def cause_of(self, member: str) -> str:
         """Return why a member is suspected, here or by others, a sentence without its stop.
 

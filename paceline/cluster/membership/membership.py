@@ -465,7 +465,8 @@ class Membership:
         self._acceptors.know(value)
         self._watch.enter(value, self.line.connected())
         if self._member.id in remaining:
-            self._lease.enter(remaining)
+            stopped = self._watch.unjudged_seconds > self._options.peer_timeout
+            self._lease.enter(remaining, renew=not stopped)
         else:
             self._lease.end()
         self._waits.decide(ended, change)

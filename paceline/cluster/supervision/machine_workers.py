@@ -245,8 +245,10 @@ class MachineWorkers:
             text = f"{name} was killed: it had not ended after the others had continued without it."
             failure = FailureReport(text=text, status=1)
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
-        if not worker.survives or stopped or (own is not None and not own.consequence):
-            if own is None and not stopped and not worker.survives and self._endpoint is not None:
+        others = (one for rank, one in self._workers.items() if rank < self._plan.workers)
+        begun = worker.survives or any(one.survives for one in others)
+        if not begun or stopped or (own is not None and not own.consequence):
+            if own is None and not stopped and not begun and self._endpoint is not None:
                 why = "The others end, too: a run outlives a loss from its first step on."
                 return replace(failure, text=f"{failure.text} {why}")
             return failure  # no loss to report: the others end, too

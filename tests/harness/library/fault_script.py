@@ -9,6 +9,7 @@ in a file named by its process id. The run folder is `runs/CASE`.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -55,6 +56,9 @@ class Case:
         totals: whether the ranks sum what they counted in an evaluation.
         surviving: whether the evaluation outlives lost ranks.
         each: batches between two evaluations; 0: one after each epoch.
+        twice: whether two evaluations follow each other.
+        use: a use of the model after each step: "copy" of it, its "state", "settle" or
+            "checkpoint"; "": none.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +67,8 @@ class Case:
     totals: bool = False
     surviving: bool = False
     each: int = 0
+    twice: bool = False
+    use: str = ""
 
 
 NOTIFIED = {"sync": "notified", "bucket_mb": 1e-4}
@@ -72,6 +78,11 @@ CASES = {
     "allreduce": Case({"sync": "allreduce"}),
     "totals": Case({"sync": "allreduce"}, totals=True),
     "evaluation": Case({**NOTIFIED, "update": "sharded"}, totals=True, surviving=True),
+    "twice": Case({"sync": "allreduce"}, totals=True, surviving=True, twice=True),
+    "copy": Case({**NOTIFIED, "update": "sharded"}, use="copy"),
+    "state": Case(NOTIFIED, use="state"),
+    "settle": Case(NOTIFIED, use="settle"),
+    "checkpoint": Case({"sync": "allreduce"}, use="checkpoint"),
     "untold": Case({"sync": "allreduce"}, surviving=True),
     "within": Case({"sync": "allreduce"}, totals=True, surviving=True, each=3),
 }
@@ -116,6 +127,7 @@ def train(case: Case, world: World, deaths: Deaths) -> nn.Module:
                     (scaler.scale(loss_of(model, x, y)) / case.accumulate).backward()
                     deaths.pass_by("accumulated", epoch, batch)
                 continue
+            deaths.pass_by("batch", epoch, batch)
             with world.step():
                 loss = loss_of(model, x, y) / case.accumulate
                 deaths.pass_by("forward", epoch, batch)
@@ -131,14 +143,30 @@ def train(case: Case, world: World, deaths: Deaths) -> nn.Module:
                 optimizer.zero_grad()
             if batch == 0:
                 deaths.let_be_late("epoch_end", epoch)
+            use(case.use, model, optimizer, world)
             deaths.pass_by("between", epoch, batch)
             schedule.step()
             if case.each and (batch + 1) % case.each == 0:
                 evaluate(case, model, world, deaths, test, epoch, batch)
         deaths.pass_by("ended", epoch)
         deaths.let_be_late("evaluation", epoch)
+        deaths.let_be_late("begin", epoch)
         evaluate(case, model, world, deaths, test, epoch)
+        if case.twice:
+            evaluate(case, model, world, deaths, test, epoch, 1)
     return model
+
+
+def use(how: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Use a model after a step."""
+    if how == "copy":
+        copy.deepcopy(model)
+    elif how == "state":
+        model.state_dict(), optimizer.state_dict()
+    elif how == "settle":
+        world.settle()
+    elif how == "checkpoint":
+        world.checkpoint()
 
 
 @torch.no_grad()

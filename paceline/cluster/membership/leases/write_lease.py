@@ -40,11 +40,21 @@ class WriteLease:
         self._until = inf
         self._ended = False
 
-    def enter(self, members: Iterable[str]) -> None:
-        """Begin the lease of a generation: its members have just agreed on it."""
-        now = self._clock()
+    def enter(self, members: Iterable[str], *, renew: bool = True) -> None:
+        """Begin the lease of a generation.
+
+        Args:
+            members: the ids of its members.
+            renew: they have just agreed on it. Otherwise this process was stopped meanwhile, and
+                what they confirmed before counts.
+        """
+        now, before = self._clock(), self._confirmed
         with self._changed:
-            self._confirmed = {member: now for member in members if member != self._member}
+            self._confirmed = {
+                member: now if renew else before.get(member, -inf)
+                for member in members
+                if member != self._member
+            }
             self._renew()
 
     def send(self) -> int:
