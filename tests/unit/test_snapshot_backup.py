@@ -11,6 +11,7 @@ import torch
 from paceline.cluster.membership.backup_holder import missing_parts
 from paceline.errors import CommError, CommTimeout, ConfigError
 from paceline.run.backup.own_part import OwnPart
+from paceline.run.backup.part_copies import PartCopies
 from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.backup_members import BackupMembers
 
@@ -146,6 +147,14 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
     backup.commit(name(6, "g1/1"), [name(6, "g1/1")])
     assert recorded(members, "b") == {name(6, "g1/1"): "ab"}
     assert backup.parts(name(5), ["a"]) == []
+
+
+def test_a_commit_drops_copies_of_owners_that_are_gone() -> None:
+    copies = PartCopies()
+    for at, owner in ((name(5), "lost"), (name(5), "a"), (name(6, "g1/1"), "a")):
+        copies.add(at, owner, b"")
+    superseded = copies.superseded(name(6, "g1/1"), "g1")
+    assert sorted(superseded) == [(name(5), "a"), (name(5), "lost")]
 
 
 def test_a_start_that_is_needed_again_has_its_copies_still(members: BackupMembers) -> None:

@@ -224,6 +224,18 @@ def test_a_proposer_doesnt_wait_for_those_it_suspects() -> None:
     assert [member.id for member in request.value.members] == ["w0", "w1"]
 
 
+def test_of_one_step_the_snapshot_in_memory_is_the_start_before_a_checkpoint() -> None:
+    held = replace(HELD, generation=THREE.id, token=THREE.id, parts=(), members=0)
+    both = (held, replace(held, durable=True))
+    promises = [
+        replace(promise(machine), holdings=(Holdings(member=f"w{machine}", held=both),))
+        for machine in range(3)
+    ]
+    _, request = receive(start(), *promises)
+    assert isinstance(request, Accept)
+    assert (request.value.start, request.value.start_token) == (4, held.token)
+
+
 def test_after_the_limit_a_quorum_is_enough_but_not_less() -> None:
     state, _ = receive(start(), promise(0))
     assert proposer.expire(state) == (state, None)
