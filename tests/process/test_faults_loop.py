@@ -124,6 +124,7 @@ def evaluations(ended: Result) -> frozenset[str]:
         ("untold", ("0:1:0:total:0",), "0:1:0:late_evaluation:1"),
         ("twice", ("0:1:0:evaluation:0", "1:2:1:evaluation:1"), ""),
         ("twice", ("0:1:0:evaluation:0",), "0:1:0:late_begin:1"),
+        ("untold_twice", ("0:1:0:total:0",), "0:1:0:late_evaluation:1"),
         ("within", ("0:1:0:forward:1",), "0:0:0:late_next_epoch:0"),
     ],
 )

@@ -83,6 +83,7 @@ CASES = {
     "state": Case(NOTIFIED, use="state"),
     "settle": Case(NOTIFIED, use="settle"),
     "checkpoint": Case({"sync": "allreduce"}, use="checkpoint"),
+    "untold_twice": Case({"sync": "allreduce"}, surviving=True, twice=True),
     "untold": Case({"sync": "allreduce"}, surviving=True),
     "within": Case({"sync": "allreduce"}, totals=True, surviving=True, each=3),
 }
