@@ -36,6 +36,7 @@ SIGNATURES = {
     "World.settle": "(self)",
     "World.merge": "(self)",
     "World.total": "(self, tensor)",
+    "World.evaluation": "(self, loader)",
     "World.track": "(self, *objects, **named)",
     "World.log": "(self, **values)",
     "World.checkpoint": "(self)",

@@ -31,7 +31,7 @@ A process of the run on this machine is asked.
 
 Where none runs, the last known state is read from the run's folder.
 
-The exit status is 0 if a process of the run answers, 1 if none does, and 2 if there is no such run.
+Exit status: 0, a process of the run answers; 1, none does; 2, no such run.
 
 Examples:
   paceline status first

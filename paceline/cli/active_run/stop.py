@@ -23,8 +23,7 @@ The command asks the run's processes on this machine.
 
 Those on other machines end with them.
 
-The exit status is 0 if no process of the run is left here, 1 if one is, and 2 if there is no such
-run.
+Exit status: 0, no process of the run is left here; 1, one is; 2, no such run.
 
 It is 1, too, where the run may be active on other machines only.
 
