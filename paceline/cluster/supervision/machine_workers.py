@@ -248,9 +248,6 @@ class MachineWorkers:
         others = (one for rank, one in self._workers.items() if rank < self._plan.workers)
         begun = worker.survives or any(one.survives for one in others)
         if not begun or stopped or (own is not None and not own.consequence):
-            if own is None and not stopped and not begun and self._endpoint is not None:
-                why = "The others end, too: a run outlives a loss from its first step on."
-                return replace(failure, text=f"{failure.text} {why}")
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
