@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-LIMIT = 180.0  # seconds for a start, for a recovery
+LIMIT = 60.0  # seconds for a start, for a recovery; what takes longer has failed
 LOOK = 0.02  # seconds between two looks at the files
 WORKERS = 4
 WORK = {"resnet20": (64, 32, 10), "resnet50": (16, 64, 1000)}  # batch, image size, labels
