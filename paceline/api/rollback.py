@@ -13,7 +13,7 @@ is sent, and what the script changes is restored with the snapshot.
 
 A rank may learn of a loss at a later place of the script than another: the latter's collective
 operation failed, that of the former was complete. So all ranks of the next generation compare their
-places, and a rank that is behind goes on to the next place, without a further operation.
+places, and a rank that is behind continues to the next place, without a further operation.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Rollback:
     ) -> None:
         self._position, self._end, self._run, self._device = position, end, run, device
         self._behind = False  # other ranks are at a later place
+        self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.steps: Steps | None = None
         self.error: CommError | None = None
         self.moved = False
@@ -101,6 +102,8 @@ class Rollback:
         assert self.error is not None
         with self._end.exit_on_stop():
             self.steps.recovery.go_back(self.error)
+        if self._evaluated is not None and self._evaluated[0] > self._position.position.number:
+            self._evaluated = None  # it is repeated, or begins for the first time on other ranks
         self._note_entered()
 
     def enter_here(self, error: CommError) -> None:
@@ -115,6 +118,14 @@ class Rollback:
             self.steps.recovery.go_back(error, unchanged=True)
         self._note_entered()
         self.moved = True
+
+    def next_evaluation(self) -> int:
+        """Return the place of the begin of an evaluation that begins now."""
+        done, place = self._position.position.number, int(Place.EVALUATION)
+        if self._evaluated is not None and self._evaluated[0] == done:
+            place = self._evaluated[1] + 2
+        self._evaluated = done, place
+        return place
 
     def reach(self, place: int) -> bool:
         """Return whether the ranks' operation at a place is to be made, or made again.

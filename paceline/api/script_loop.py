@@ -78,7 +78,6 @@ class ScriptLoop:
         self.steps: Steps | None = None
         self.replica: AnyReplica | None = None
         self.rollback = Rollback(position, end, run, device)
-        self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.loaders, self.begun = 0, False
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
@@ -253,10 +252,7 @@ class ScriptLoop:
             CommError: a peer is lost, and the others can't continue from here.
         """
         steps = self.require_between_steps(call)
-        done, place = self._position.position.number, int(Place.EVALUATION)
-        if self._evaluated is not None and self._evaluated[0] == done:
-            place = self._evaluated[1] + 2
-        self._evaluated = done, place
+        place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
             try:
                 steps.take_snapshot()

@@ -80,7 +80,7 @@ class Replica:
         stepped: whether the last step ended by `optimizer.step()`.
         averaged: False: the ranks' weights are equal between two steps.
         on_loss: called with the error where a use of the model between two steps finds that a peer
-            was lost; the use goes on without it. None: the error is raised.
+            was lost; the use continues without it. None: the error is raised.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.

@@ -121,6 +121,14 @@ def requires_stopped(
         assert (recorded[-1]["event"], recorded[-1].get("step")) == ("checkpoint", step)
 
 
+def separated(run: MachineRun, pair: Switch) -> tuple[list[Contents], Mapping[int, Result]]:
+    """Cut the link of two machines; return what their folders had before, and their ends."""
+    before = [run.contents(machine) for machine in (0, 1)]
+    pair.separate(0, 1)
+    run.release()
+    return before, {machine: run.wait(machine) for machine in (0, 1)}
+
+
 def newest(run: MachineRun, machine: int) -> int:
     """Return the number of steps in the newest checkpoint of a machine."""
     return max(int(name[5:-3]) for name in run.checkpoints(machine))
@@ -168,10 +176,7 @@ def test_of_two_machines_that_lose_each_other_one_continues(
 ) -> None:
     words = redis_on(pair) if witness == "redis" else nullcontext(master(pair))
     with words as given, started(tmp_path, pair, *given, *ALLREDUCE, workers=(1, 1)) as run:
-        before = [run.contents(machine) for machine in (0, 1)]
-        pair.separate(0, 1)
-        run.release()
-        ends = {machine: run.wait(machine) for machine in (0, 1)}
+        before, ends = separated(run, pair)
     winner = next(machine for machine, end in ends.items() if end.status == 0)
     loser = 1 - winner
     assert witness == "redis" or winner == 0
@@ -190,10 +195,7 @@ def test_a_script_that_loses_its_machines_saves_what_it_has(pair: Switch, tmp_pa
         redis_on(pair) as given,
         started(tmp_path, pair, *given, workers=(1, 1), script=True) as run,
     ):
-        before = [run.contents(machine) for machine in (0, 1)]
-        pair.separate(0, 1)
-        run.release()
-        ends = {machine: run.wait(machine) for machine in (0, 1)}
+        before, ends = separated(run, pair)
     winner = next(machine for machine, end in ends.items() if end.status == 0)
     loser = 1 - winner
     proof = run.proof(winner)

@@ -77,7 +77,7 @@ class MemberWatch:
         """Return why a member is suspected, here or by others, a sentence without its stop.
 
         Returns:
-            the reason; "" if nobody suspects it.
+            the reason; "" if no member suspects it.
         """
         suspicion = self.suspicions.get(member)
         return self._told.get(member, "") if suspicion is None else suspicion.reason

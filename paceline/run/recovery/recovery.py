@@ -4,7 +4,7 @@
     go_back              the next generation is decided: its ranks, and the state to start from
         to a snapshot, which all its ranks hold, or
         to the durable state, where all copies of a part of it are lost
-    record_start         the generation's first event; then the training goes on
+    record_start         the generation's first event; then the training continues
 
 Where one of the next generation's ranks is lost meanwhile, `go_back` begins again.
 """
