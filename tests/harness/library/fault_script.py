@@ -3,8 +3,8 @@
     python -m tests.harness.library.fault_script CASE MOMENT …
 
 A moment is GENERATION:EPOCH:BATCH:NAME:RANK. At those named `late_…` an operation of that rank
-fails where the others' doesn't (`late_ranks.py`), and no process is killed. Each process saves its last weights
-in a file named by its process id. The run folder is `runs/CASE`.
+fails where the others' doesn't (`late_ranks.py`), and no process is killed. Each process saves its
+last weights in a file named by its process id. The run folder is `runs/CASE`.
 """
 
 from __future__ import annotations
