@@ -79,9 +79,9 @@ def _measure(sync: str, steps: int, options: argparse.Namespace) -> list[str]:
             *(sys.executable, "-m", "paceline.cli.main", "launch", "-n", str(options.workers)),
             *("--", sys.executable, __file__, "--worker", json.dumps(words)),
         ]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert len(found) == options.workers, out
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
+    assert len(found) == options.workers, found
     worst = max(found, key=lambda one: sum(one[part] for part in PARTS) / one["seconds"])
     numbers = [f"{1e6 * worst[part] / steps:.0f}" for part in PARTS]
     share = sum(worst[part] for part in PARTS) / worst["seconds"]
@@ -103,7 +103,7 @@ class OneEpoch(Dataset[tuple[Tensor, int]]):
 
 
 def work(sync: str, steps: int, model: str, folder: str) -> None:
-    """Train as a worker; print what the parts took in the measured steps."""
+    """Train as a worker; write to the folder what the parts took in the measured steps."""
     torch.set_num_threads(1)
     spent = {"acknowledge": 0.0}
     for name in CALLS:
@@ -130,7 +130,8 @@ def work(sync: str, steps: int, model: str, folder: str) -> None:
                 elif world.steps == WARM + steps:
                     seconds, after = time.monotonic() - began, _processor_seconds()
                     parts = {name: after[name] - before.get(name, 0.0) for name in after}
-                    print(json.dumps({"seconds": seconds, **spent, **parts}), flush=True)
+                    found = {"seconds": seconds, **spent, **parts}
+                    (Path(folder) / f"{world.rank}.json").write_text(json.dumps(found))
                     break
 
 
