@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,26 @@ def test_a_machine_finishes_after_the_loss_of_machine_0(
             assert machines[1].status() == 0, machines[1].text
     assert not marks[0].exists()
     assert marks[1].read_text() == "unconfirmed"
+
+
+def test_both_machines_finish_after_the_loss_of_the_folder_in_which_they_met(
+    stage: Stage, tmp_path: Path
+) -> None:
+    marks = [tmp_path / f"finished.{machine}" for machine in (0, 1)]
+    with rendezvous_of("folder", tmp_path) as place:
+        machines = [
+            stage.start(plan(place, machine, timeout=30.0), SURVIVING, finish=marks[machine])
+            for machine in (0, 1)
+        ]
+        actors = stage.actors(2)
+        for actor in actors:
+            actor.obey("survive")
+        shutil.rmtree(Path(place.address).rename(tmp_path / "removed"))
+        for actor in actors:
+            actor.send_order("exit 0")
+        for machine in machines:
+            assert machine.status() == 0, machine.text
+    assert [mark.read_text() for mark in marks] == ["confirmed", "confirmed"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "tcp"])

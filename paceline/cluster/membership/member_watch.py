@@ -230,5 +230,6 @@ class MemberWatch:
         return suspected
 
     def _note(self, member: str, **fields: Any) -> None:
-        if member in self._evidence:
-            self._evidence[member] = replace(self._evidence[member], **fields)
+        known = self._evidence.get(member)
+        if known and any(getattr(known, name) != value for name, value in fields.items()):
+            self._evidence[member] = replace(known, **fields)

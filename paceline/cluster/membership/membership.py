@@ -59,7 +59,8 @@ from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
 from paceline.errors import CommError, CommTimeout, PeerLost, many
 
-_JUDGE_S = 0.25  # between two judgments of the evidence
+_JUDGE_S = 0.5  # between two judgments of the evidence, unless the peer timeout is short
+_JUDGE_SHARE = 0.1  # of the peer timeout
 _PROGRESS_S = 1.0  # between two reports of progress, unless the peer timeout is short
 _PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
@@ -309,7 +310,8 @@ class Membership:
             self._judge_once()
             self._give_up_without_quorum()
         if not self._closing:
-            self.line.call_later(_JUDGE_S, self._judge)
+            pause = min(_JUDGE_S, _JUDGE_SHARE * self._options.peer_timeout)
+            self.line.call_later(pause, self._judge)
 
     def _judge_once(self) -> None:
         if not self._began or self._closing:

@@ -22,7 +22,7 @@ its last one deregisters.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,6 +47,7 @@ from paceline.errors import CommError
 
 _PAUSE_S = 0.05
 _CONFIRM_S = 10.0  # that machine 0 has to confirm what all have agreed upon
+_LOST_S = 1.0  # that a lost machine has to deregister, if it can
 
 MarkFinished = Callable[[bool], None]
 """Marks a machine's run folder, given whether that of machine 0 is marked, too."""
@@ -118,24 +119,32 @@ class FormedRun:
             served = self.registered.rendezvous.served_by_run
             mark_finished(not machine_0_lost and _is_confirmed(store, pause, served_by_run=served))
 
-    def deregister(self, pause: Callable[[float], None], timeout: float) -> None:
+    def deregister(
+        self,
+        pause: Callable[[float], None],
+        timeout: float,
+        *,
+        lost: Container[int] = (),
+    ) -> None:
         """Deregister; the machine that serves the store waits for the others, within a limit.
-
-        A machine that is lost is not waited for.
 
         Args:
             pause: sleeps; may raise to end the wait.
             timeout: seconds that the store's server waits for the other machines.
+            lost: machines without which the run continued; they are not waited for for long.
         """
         self.registered.deregister()
         if self.server is None:
             return
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         watches = [self.registered.watch(each) for each in self.world.registrations]
-        while not self.registered.all_left() and time.monotonic() < deadline:
+        while not self.registered.all_left() and (age := time.monotonic() - began) < timeout:
             states = [watch.verdict().state for watch in watches]
             left = self.registered.have_left()
-            if all(left[i] or state == "dead" for i, state in enumerate(states)):
+            if all(
+                left[i] or state == "dead" or (i in lost and age > _LOST_S)
+                for i, state in enumerate(states)
+            ):
                 return
             pause(_PAUSE_S)
 
@@ -199,10 +208,13 @@ def _is_confirmed(store: Store, pause: Callable[[float], None], *, served_by_run
     """Return whether machine 0 reports within seconds that the run is finished.
 
     A shared folder or Redis server that was lost in mid-run reports nothing; machine 0 has agreed.
+    One that has come back empty is lost, too.
     """
     deadline = time.monotonic() + _CONFIRM_S
     try:
         while peek(store, FINISHED) is None:
+            if peek(store, "world") is None:
+                return not served_by_run
             if time.monotonic() > deadline:
                 return False
             pause(_PAUSE_S)

@@ -87,7 +87,7 @@ class MachineWorkers:
         self._expelled: set[int] = set()  # the local ranks of those that were killed for it
         self._isolated = False  # all workers here are lost; other machines may continue
         self._hurried = False  # a second signal came
-        self._store_lost = False  # with the machine that served it
+        self._lost_machines: frozenset[int] = frozenset()  # known at the end
         self._survivable = False  # a worker that ended well survived the loss of others
         self._resources = ExitStack()
 
@@ -120,7 +120,7 @@ class MachineWorkers:
                     self._end()
         finally:
             self._signal(signal.SIGKILL)
-            self._store_lost = self._has_lost_store()
+            self._lost_machines = self._machines_lost()
             self._resources.close()
         self._deregister(failure)
         return failure
@@ -314,16 +314,18 @@ class MachineWorkers:
             )
             return
         with suppress(Interrupted):  # a signal: the other machines are not waited for
+            lost, served = self._lost_machines, self._run.registered.rendezvous.served_by_run
             try:
-                self._run.deregister(self._events.pause, self._plan.timeout)
+                self._run.deregister(self._events.pause, self._plan.timeout, lost=lost)
             except STORE_ERRORS as error:
-                if not self._store_lost:
+                if not (served and 0 in lost):  # else the store is lost with machine 0
                     self._report(f"the rendezvous couldn't be cleaned up: {error}")
 
-    def _has_lost_store(self) -> bool:
-        """Return whether the run continued without the machine that serves its store."""
-        served = self._run.registered.rendezvous.served_by_run
-        return served and self._endpoint is not None and self._endpoint.is_lost(0)
+    def _machines_lost(self) -> frozenset[int]:
+        """Return the machines without which the run continued."""
+        if self._endpoint is None:
+            return frozenset()
+        return frozenset(filter(self._endpoint.is_lost, range(self._plan.machines)))
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
