@@ -11,17 +11,11 @@ import ctypes
 import math
 import os
 import re
-import secrets
-import select
-import socket
-import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +25,13 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from paceline.comm.communicator import Ticket
 from paceline.comm.forked_children import close_in_children
+from paceline.comm.gloo_loops import (
+    connections_of,
+    descriptors,
+    report_once,
+    shut_down,
+    stop_listening,
+)
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
@@ -39,8 +40,6 @@ _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? 
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
 _LOOK_S, _GRACE_S = 1.0, 4.0  # in a wait: between looks at the connections; after one is closed
 _CLOSE_S, _POLL_S = 0.1, 0.001  # the wait for a group's threads
-_EVENT_LOOP = "anon_inode:[eventpoll]"
-_WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
@@ -50,7 +49,7 @@ class UnfinishedGroups:
 
     Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. The
     destructor of such a group waits for that thread, so no group is dropped before; at the
-    process's end none is dropped at all.
+    process's end none is dropped at all. Its event loops are told of each connection once more.
     """
 
     def __init__(self) -> None:
@@ -63,12 +62,19 @@ class UnfinishedGroups:
         self._drop_finished()
         return len(self._groups)
 
-    def add(self, group: Any, works: Sequence[dist.Work]) -> None:
-        """Drop a group once its collectives have ended: within `_CLOSE_S`, or by a later call."""
+    def add(self, group: Any, works: Sequence[dist.Work], loops: Sequence[int] = ()) -> None:
+        """Drop a group once its collectives have ended: within `_CLOSE_S`, or by a later call.
+
+        Args:
+            group: the group, whose connections are shut down.
+            works: its collectives.
+            loops: the descriptors of its event loops.
+        """
         self._drop_finished()
         deadline = time.monotonic() + _CLOSE_S
         while unfinished := [work for work in works if not work.is_completed()]:
             if time.monotonic() > deadline:
+                report_once(loops)
                 with self._lock:
                     self._groups.append((group, unfinished))
                 return
@@ -177,7 +183,7 @@ class ProcessGroupCommunicator:
             if self._group is not None and not self._loops:
                 self._group.abort()
             for number in self._connections():
-                _shut_down(number)
+                shut_down(number)
 
     def abort(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.
@@ -187,11 +193,11 @@ class ProcessGroupCommunicator:
         if self._group is None:
             return
         for number in self._connections():
-            _shut_down(number)  # `abort` ends no wait for a peer that is frozen
+            shut_down(number)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
-        group, works = self._group, list(self._works)
+        group, works, loops = self._group, list(self._works), self._loops
         self.close()
-        UNFINISHED.add(group, works)
+        UNFINISHED.add(group, works, loops)
 
     def _is_connected(self) -> bool:
         """Return whether all connections are open that there were at the start."""
@@ -199,7 +205,7 @@ class ProcessGroupCommunicator:
 
     def _connections(self) -> list[int]:
         """Return the descriptors of Gloo's connections."""
-        return [number for loop in self._loops for number in _connections_of(loop)]
+        return [number for loop in self._loops for number in connections_of(loop)]
 
     def _start(self, name: str, *tensors: Sequence[Any], options: Any) -> Ticket:
         """Start a collective of the group; the options' own root is rank 0."""
@@ -269,110 +275,18 @@ def _gloo(
     options = gloo._Options()
     options._timeout = limit
     with _OPENING:  # or another thread's device would be found among the new descriptors
-        before = _descriptors()
+        before = descriptors()
         device = gloo.create_device(hostname=address, lazy_init=False)
-        opened = dict(_descriptors().items() - before.items())
+        opened = dict(descriptors().items() - before.items())
     options._devices = [device]
     group = gloo(store, rank, world_size, options)
-    return group, _stop_listening(opened, address)
-
-
-def _descriptors() -> dict[int, str]:
-    """Return what each descriptor of this process refers to."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed since it was listed
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
-
-
-def _stop_listening(opened: dict[int, str], address: str) -> list[int]:
-    """Close the port of a Gloo device whose group is connected.
-
-    Gloo would accept every connection until the group ends, keep its descriptor, and abort the
-    process when it has no more. It also aborts if its listening socket fails. The descriptor
-    therefore gets another listening socket, which no process can address; until the device's
-    event loop has forgotten the port, `accept` finds no connection there.
-
-    Args:
-        opened: the descriptors that the device opened, and what each refers to.
-        address: the IP address on which it listens.
-
-    Returns:
-        the descriptors of its event loops.
-    """
-    with ExitStack() as stack:
-        for number, target in opened.items():
-            if target.startswith("socket:") and _listens(number, address):
-                numbers = [
-                    loop
-                    for loop, kind in opened.items()
-                    if kind == _EVENT_LOOP and number in _watched(loop)
-                ]
-                if numbers:  # otherwise it is another thread's port, opened meanwhile
-                    loops = [select.epoll.fromfd(os.dup(loop)) for loop in numbers]
-                    for loop in loops:
-                        stack.enter_context(loop)
-                    _replace(number, loops)
-                    return numbers
-    return []
-
-
-def _watched(loop: int) -> list[int]:
-    """Return the descriptors whose files an event loop of this process has.
-
-    A loop names each file by the descriptor that it was added by. In a loop of another thread that
-    number may by now be another file's.
-    """
-    found = []
-    with suppress(OSError):  # another thread's loop, which is closed by now
-        for digits, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
-            with suppress(OSError):
-                if os.fstat(int(digits)).st_ino == int(inode, 16):
-                    found.append(int(digits))
-    return found
-
-
-def _listens(number: int, address: str) -> bool:
-    with suppress(OSError), socket.socket(fileno=os.dup(number)) as port:
-        accepts = port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(accepts) and port.getsockname()[0] == address
-    return False
-
-
-def _replace(number: int, loops: Sequence[select.epoll]) -> None:
-    """Give a listening descriptor another socket, of which its event loops get no event."""
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"\0paceline-{secrets.token_hex(16)}")
-        silent.listen(0)
-        silent.setblocking(False)
-        for loop in loops:
-            loop.unregister(number)
-        os.dup2(silent.fileno(), number, inheritable=False)
-        for loop in loops:
-            loop.register(number, 0)  # Gloo unregisters it at the end
-
-
-def _shut_down(number: int) -> None:
-    """Shut a connection down by `shutdown(2)`: both sides' waits end."""
-    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+    return group, stop_listening(opened, address)
 
 
 def _close_inherited(communicator: ProcessGroupCommunicator) -> None:
     """Close this forked process's copies of a communicator's connections."""
     for number in communicator._connections():
         os.close(number)
-
-
-def _connections_of(loop: int) -> Iterator[int]:
-    """Yield the descriptors of the connections that an event loop of this process has."""
-    for number in _watched(loop):
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(number).st_mode):  # not the pipe that wakes the loop
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # raises where it is the listening socket
-                yield number
 
 
 def _nccl(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, gather_counts, total
-from paceline.comm.process_group import ProcessGroupCommunicator, _stop_listening
+from paceline.comm.gloo_loops import stop_listening
+from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommError, PeerLost
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -73,7 +74,7 @@ def test_only_a_port_of_gloos_event_loop_is_closed(watched: bool) -> None:
             loop.register(port.fileno(), select.EPOLLIN)
         address = port.getsockname()
         opened = {n: os.readlink(f"/proc/self/fd/{n}") for n in (port.fileno(), loop.fileno())}
-        _stop_listening(opened, "127.0.0.1")
+        stop_listening(opened, "127.0.0.1")
         refused = pytest.raises(ConnectionRefusedError) if watched else nullcontext()
         with refused:
             socket.create_connection(address, LIMIT).close()
@@ -90,7 +91,7 @@ def test_an_event_loop_that_names_a_file_by_a_number_of_another_is_left_alone() 
             loop.register(first, select.EPOLLIN)
             numbers = (first, other.fileno(), loop.fileno())
             opened = {n: os.readlink(f"/proc/self/fd/{n}") for n in numbers}
-            assert _stop_listening(opened, "127.0.0.1") == [loop.fileno()]
+            assert stop_listening(opened, "127.0.0.1") == [loop.fileno()]
         for number in (first, held, copy):
             os.close(number)
 
