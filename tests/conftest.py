@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
+import sys
 
 import torch
 from hypothesis.internal.conjecture import providers
@@ -26,3 +28,17 @@ torch.set_num_threads(1)  # several ranks, as threads or processes, share the ma
 # processes have that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+_modules = 0  # that were imported when the collector was last told to leave alone what there is
+
+
+def pytest_runtest_logstart() -> None:
+    """Have the garbage collector leave alone what was imported, at the first test and later.
+
+    Otherwise it goes through torch's 400,000 objects again and again.
+    """
+    global _modules
+    if len(sys.modules) > _modules + 100:
+        gc.collect()
+        gc.freeze()
+        _modules = len(sys.modules)
