@@ -25,6 +25,7 @@ from tests.harness.equivalence.deadlock_hunt import ALL_KINDS, Draw, notified
 from tests.harness.equivalence.large_batch import Training, made_up_batches
 
 _MEGABYTE = 2**20
+_HEAP = 64 * _MEGABYTE  # what a heap of the C library reserves, at a multiple of it
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Usage:
         shared_memory: mappings of memory that processes share.
         guards: mappings without access, one below each thread's stack; the C library has some more,
             of stacks of ended threads, for the next ones.
+        heaps: mappings of the C library's heaps, two each. It makes another one where threads
+            allocate at the same moment, up to eight a core.
         files: open files.
         threads: threads.
         objects: Python's objects that are tracked.
@@ -48,6 +51,7 @@ class Usage:
     mapped_files: int
     shared_memory: int
     guards: int
+    heaps: int
     files: int
     threads: int
     objects: int
@@ -65,6 +69,7 @@ class Usage:
             mapped_files=kinds["file"],
             shared_memory=kinds["shared memory"],
             guards=kinds["guard"],
+            heaps=kinds["heap"],
             files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             objects=len(gc.get_objects()),
@@ -79,12 +84,16 @@ class Usage:
 
 def _kind(line: str) -> str:
     """Return the kind of a mapping, by its line in /proc/self/maps."""
-    _, access, _, _, _, *rest = line.split(maxsplit=5)
+    addresses, access, _, _, _, *rest = line.split(maxsplit=5)
     name = rest[0] if rest else ""
     if name.startswith(("/memfd:", "/dev/shm/", "/dev/zero")):
         return "shared memory"
     if name and name != "[heap]" and not name.startswith("[anon"):
         return "file"
+    start, end = (int(address, 16) for address in addresses.split("-"))
+    reserved = access == "---p" and end % _HEAP == 0 and end - start > _MEGABYTE
+    if not name and (start % _HEAP == 0 or reserved):
+        return "heap"
     return "guard" if access == "---p" else "anonymous"
 
 
