@@ -21,6 +21,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
     SAMPLES,
     TrainerRollbacks,
 )
+from tests.harness.equivalence.undisturbed_runs import undisturbed
 
 NOTIFIED = ("--sync", "notified", "--bucket_mb", "0.1")
 SHARDED = (*NOTIFIED, "--update", "sharded")
@@ -39,18 +40,18 @@ LOSSY = {"int8": 1e-3, "sharded int8": 1e-3}
 def test_a_trainer_continues_with_the_copy_of_a_lost_members_part(
     name: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], (1, 1, 1))
+    plain = undisturbed(CASES[name], (1, 1, 1))
     backups = BackupMembers()
     run = TrainerRollbacks(
         tmp_path / "run", CASES[name], (1, 1, 1), drawn(4, [3], 3), [(lost,)], backups
     )
-    (undisturbed, *_), states = plain.run(), run.run()
+    states = run.run()
     backups.close()
     ((own, copied),) = run.restored
     assert not first_difference(asdict(own), asdict(copied))
     present = [state for rank, state in enumerate(states) if rank != lost]
     assert all(torch.equal(present[0][key], value) for key, value in present[1].items())
-    assert largest_difference(present[0], undisturbed) < LOSSY.get(name, 1e-10)
+    assert largest_difference(present[0], plain.states[0]) < LOSSY.get(name, 1e-10)
     if name == "notified":
         assert max(backups.delivered) < 500  # bytes: the sums of a step that weren't received
     capsys.readouterr()
@@ -78,13 +79,13 @@ def test_one_member_alone_continues_where_no_rank_has_state_of_its_own(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], (1, 1, 1))
+    plain = undisturbed(CASES[name], (1, 1, 1))
     backups = BackupMembers()
     run = TrainerRollbacks(tmp_path / "run", CASES[name], (1, 1, 1), moments, lost, backups)
-    (undisturbed, *_), states = plain.run(), run.run()
+    states = run.run()
     backups.close()
     (left,) = {0, 1, 2} - {*lost[-1]}
-    assert largest_difference(states[left], undisturbed) < 1e-10
+    assert largest_difference(states[left], plain.states[0]) < 1e-10
     for one, row in zip(plain.rows, run.rows, strict=True):
         for key in ("input_count", "loss", "accuracy"):
             assert float(row[key]) == pytest.approx(float(one[key]), rel=1e-7)
@@ -100,7 +101,7 @@ def test_a_second_loss_after_an_uncommitted_start_goes_back_to_the_committed_one
 ) -> None:
     """Member 2 alone has its part of the first start; of the older one, member 3 has a copy."""
     machines = (1, 1, 1, 1)
-    plain = TrainerRollbacks(tmp_path / "plain", CASES[name], machines)
+    plain = undisturbed(CASES[name], machines)
     backups = BackupMembers(
         withheld=lambda at, owner: at.step == 5 and owner == "start-2", prompt=True
     )
@@ -108,12 +109,12 @@ def test_a_second_loss_after_an_uncommitted_start_goes_back_to_the_committed_one
     run = TrainerRollbacks(
         tmp_path / "run", CASES[name], machines, moments, [(0,), (0, 2)], backups
     )
-    (undisturbed, *_), states = plain.run(), run.run()
+    states = run.run()
     backups.close()
     assert run.from_disk == [False, False]
     assert run.starts == [5, 4]
     assert all(torch.equal(states[1][key], value) for key, value in states[3].items())
-    assert largest_difference(states[1], undisturbed) < LOSSY.get(name, 1e-10)
+    assert largest_difference(states[1], plain.states[0]) < LOSSY.get(name, 1e-10)
     capsys.readouterr()
     assert ledger.main([str(run.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)

@@ -25,6 +25,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
     STEPS,
     TrainerRollbacks,
 )
+from tests.harness.equivalence.undisturbed_runs import Undisturbed, undisturbed
 from tests.harness.processes.run_folders import event_files, events
 
 CASES = {
@@ -53,11 +54,12 @@ def check(
     flags: tuple[str, ...],
     moments: list[list[Moment]],
     machines: tuple[int, ...] = (2, 1),
+    plain: Undisturbed | None = None,
 ) -> TrainerRollbacks:
     """Train without and with breaks; compare all bits and the log."""
-    plain = TrainerRollbacks(folder / "plain", flags, machines)
+    plain = plain or undisturbed(flags, machines)
     broken = TrainerRollbacks(folder / "broken", flags, machines, moments)
-    for one, other in zip(plain.run(), broken.run(), strict=True):
+    for one, other in zip(plain.states, broken.run(), strict=True):
         assert one.keys() == other.keys()
         unlike = [key for key in one if not torch.equal(one[key], other[key])]
         assert not unlike, moments
@@ -91,7 +93,8 @@ def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
 def test_checkpoints_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
     flags = (*CASES[name], "--checkpoint_steps", "3", "--keep_checkpoints", "9")
     moments = [[(3, "end")] * 3, [(4, "load"), (4, "update"), (4, "backward")]]
-    broken = check(tmp_path, flags, moments)
+    plain = TrainerRollbacks(tmp_path / "plain", flags, (2, 1))
+    broken = check(tmp_path, flags, moments, plain=Undisturbed(plain.run(), plain.rows))
     found = [{file.name: file for file in files_of(tmp_path / run)} for run in ("plain", "broken")]
     assert sorted(found[0]) == [f"step-{step:08}.pt" for step in (3, 4, 6, 8)]
     assert found[0].keys() == found[1].keys()
@@ -120,14 +123,14 @@ def test_a_trainer_continues_with_fewer_members_and_with_all_again(
     lossy = "int8" in name
     machines = (1, 1, 1) if lossy or "sharded" in name else (2, 1)  # each rank has its own part
     flags = (*CASES[name], *(FLOAT32 if lossy else FLOAT64))
-    plain = TrainerRollbacks(tmp_path / "plain", flags, machines)
+    plain = undisturbed(flags, machines)
     moments = [*drawn(4, [2], 3), [(7, "load"), (7, "update"), (7, "backward")]][: len(parked)]
     other = TrainerRollbacks(tmp_path / "other", flags, machines, moments, parked)
-    (undisturbed, *_), states = plain.run(), other.run()
+    states = other.run()
     present = [state for rank, state in enumerate(states) if rank not in parked[-1]]
     for state in present:
         assert all(torch.equal(state[key], value) for key, value in present[0].items())
-    assert largest_difference(present[0], undisturbed) < (1e-3 if lossy else 1e-10)
+    assert largest_difference(present[0], plain.states[0]) < (1e-3 if lossy else 1e-10)
     assert all(start % STEPS for start in other.starts), (
         other.starts
     )  # sums of the epoch were under way
