@@ -37,6 +37,8 @@ from tests.harness.equivalence.averaging import (
 )
 from tests.harness.processes.worlds import run_of
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 CPU = torch.device("cpu")
 RULES = [Mean(), EASGD(), BMUF(), DiLoCo(), SparseLoCo()]
 ROUNDS: list[dict[str, Any]] = [

@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Codec]] = {
     }
     for fraction, bits in (("0.02", 2), ("0.02", 4), ("0.37", 2))
 }
-SIZES = [0, 1, 255, 256, 257, 4096, 4097, 1_000_003]
+SIZES = [0, 1, 255, 256, 257, 4096, 4097, 131_075]
 
 
 def contributed() -> Codec:
