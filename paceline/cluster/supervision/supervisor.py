@@ -34,7 +34,8 @@ def print_message(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
-        print(f"{erase}paceline: {text}", file=sys.stderr, flush=True)
+        line = f"{erase}paceline: {text}\n"  # in one write, also where streams are unbuffered
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def finished_sentence(run_id: str) -> str:
