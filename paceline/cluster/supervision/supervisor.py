@@ -24,7 +24,7 @@ from paceline.cluster.supervision.machine_workers import (
     OpenEndpoint,
     reason_of,
 )
-from paceline.errors import Message, PacelineError, many
+from paceline.errors import Diverged, Message, PacelineError, many
 
 RESUMES = "the same command resumes it"
 """What resumes a run, a clause."""
@@ -72,6 +72,8 @@ def save_after(
     """
     outside = error if isinstance(error, OutsideWorld) else getattr(error, "__cause__", None)
     leaderless, resumes = False, RESUMES
+    if isinstance(error, Diverged):
+        resumes = "the same command would diverge again from there"
     if isinstance(outside, OutsideWorld):
         if outside.expelled:
             return ""
