@@ -322,6 +322,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     global _proxies
     _proxies = Path(proxies)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]  # torchrun's modules take it by name
+    gc.disable()  # imports leave little garbage, and each collection visits all that they made
     for name in PREPARED:
         with suppress(ImportError):
             import_module(name)
@@ -335,6 +336,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     gc.collect()
     gc.freeze()
+    gc.enable()
     _Serving(socket.socket(fileno=control), socket.socket(fileno=listener)).serve()
 
 
