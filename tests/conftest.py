@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 
-import torch
+import pytest
 from hypothesis.internal.conjecture import providers
 
 # Whichever test starts multiprocessing's fork server first: its processes have what they need.
 multiprocessing.set_forkserver_preload(
     [
-        *("torch", "torch.distributed", "torch._dynamo", "numpy", "numba"),
+        *("tests.harness.processes.uncollected_imports", "torch", "torch.distributed"),
+        *("torch._dynamo", "numpy", "numba"),
         *("paceline", "paceline.cli.main", "tests.harness.processes.gloo_processes"),
         *("tests.harness.processes.supervisor_stage", "tests.harness.processes.frozen_imports"),
     ]
@@ -20,9 +22,22 @@ multiprocessing.set_forkserver_preload(
 # Hypothesis would read 500 source files, for ten seconds, to draw their constants now and then.
 providers._get_local_constants = lambda: providers._local_constants
 
-torch.set_num_threads(1)  # several ranks, as threads or processes, share the machine's few cores
-
 # Whoever runs the tests in the background (nohup, a script's &) has these ignored, and so would the
 # processes have that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure() -> None:
+    """Import torch, whose million objects no garbage collection needs to visit."""
+    gc.disable()
+    import torch
+
+    torch.set_num_threads(1)  # several ranks, as threads or processes, share the few cores
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exclude what the imports have made from garbage collection."""
+    gc.freeze()
+    gc.enable()
