@@ -3,6 +3,7 @@
     PacelineError         its sentence; its status, 2 for the caller's mistake and otherwise 1
     Ctrl-C                nothing; 130
     a lost peer           the cause of that peer's end, in a line; its status
+    a dead data loader    a sentence, wherever torch raised it; 1
     any other error       its traceback; 1
     sys.exit(3)           nothing, but the peers get the reason; 3
 
@@ -32,6 +33,7 @@ from paceline.cluster.join import Joined
 from paceline.cluster.supervision.process_end import ProcessEnd, SupervisedEnd
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import end_process
+from paceline.data.map_style_loader import explained_death
 from paceline.errors import PacelineError
 
 _INTERRUPTED = 130
@@ -115,7 +117,7 @@ class ExitHandler:
             end_process(status)
 
     def _report(self, error: BaseException) -> int:
-        self.failed = True
+        self.failed, error = True, explained_death(error)
         if isinstance(error, KeyboardInterrupt):
             status = _INTERRUPTED
         elif self._alone and not isinstance(error, PacelineError):

@@ -36,7 +36,7 @@ from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, save_after
-from paceline.cluster.supervision.worker import declare_survivable
+from paceline.cluster.supervision.worker import declare_survivable, reporting_lost_supervisor
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.replica.averaged_replica import AveragedReplica
@@ -637,6 +637,7 @@ class World:
         if link is not None and order is not None and steps.recovery.survives:
             link.begin(self._run, self._session.run)
             declare_survivable()
+            self._session.resources.enter_context(reporting_lost_supervisor(self._session.run))
 
 
 def _refusal(reached: Position, back: Position) -> str:

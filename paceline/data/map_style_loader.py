@@ -249,7 +249,22 @@ def as_data_errors(workers: int) -> Iterator[None]:
         ended = isinstance(error, OSError | EOFError) and "in DataLoader worker" not in said
         if not workers or not (said.startswith("DataLoader ") or ended):
             raise
-        raise DataError(
-            f"{said or 'A connection ended'}: a process that loads data died (out of memory?) or "
-            "hangs; try num_workers=0 to see why."
-        ) from error
+        raise _data_error(said) from error
+
+
+def explained_death(error: BaseException) -> BaseException:
+    """Return an error, or an error of data where it reports a dead worker of a DataLoader.
+
+    Torch raises that one in a signal's handler: in whatever line the main thread executes.
+    """
+    said, *_ = str(error).split(". ")
+    if isinstance(error, RuntimeError) and said.startswith("DataLoader worker (pid"):
+        return _data_error(said)
+    return error
+
+
+def _data_error(said: str) -> DataError:
+    return DataError(
+        f"{said or 'A connection ended'}: a process that loads data died (out of memory?) or "
+        "hangs; try num_workers=0 to see why."
+    )

@@ -148,9 +148,12 @@ class Steps:
         Raises:
             CommError: a peer was lost, and there is no next generation.
         """
-        self.take_snapshot()
+        began = False
         while True:
             try:
+                if not began:
+                    began = True  # a rank that is lost meanwhile is lost to the run's beginning
+                    self.take_snapshot()
                 return train()
             except CommError as error:
                 self.recovery.leave_generation(error)

@@ -169,6 +169,25 @@ def test_the_others_continue_whenever_in_an_epoch_workers_die(
     assert len(run.evaluated()) <= run.count
 
 
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [(SYNCS["allreduce"], 1), (SYNCS["sharded"], 0), (("--sync", "average"), 2)],
+    ids=["allreduce", "sharded", "average"],
+)
+def test_the_others_continue_where_a_worker_dies_before_the_first_step(
+    tmp_path: Path, words: tuple[str, ...], lost: int
+) -> None:
+    (tmp_path / "deaths").write_text(f"{lost} snapshot 1")
+    run = FaultRun(tmp_path, *words, *DYING, epochs=1)
+    run.release()
+    ended = run.wait()
+    assert ended.status == 0, ended.text
+    assert " as generation 1" in ended.text
+    assert "The checkpoint is of a run that " not in ended.text  # there is none
+    assert "Traceback" not in ended.text
+    requires_exact(run)
+
+
 def test_the_others_continue_where_workers_die_in_the_trials_of_autotuning(
     tmp_path: Path,
 ) -> None:

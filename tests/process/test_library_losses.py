@@ -118,3 +118,24 @@ def test_ctrl_c_on_one_machine_ends_the_scripts_of_all(tmp_path: Path) -> None:
     assert [end.status for end in ends] == [130, 130], ends
     assert all("stopped by SIGINT on machine 1 (" in end.text for end in ends), ends
     assert [end.text.count(" is saved in ") for end in ends] == [1, 0], ends
+
+
+def test_a_script_continues_without_its_supervisor_and_says_so_once(tmp_path: Path) -> None:
+    command = start(tmp_path, "-n", "2", run="run")
+    wait_for_step(tmp_path / "run", 0)
+    command.send(signal.SIGKILL)
+    said = (
+        "paceline: the supervisor of machine 0 was killed; its workers continue. End the run with"
+    )
+    assert command.line_with("supervisor") == f"{said} `paceline stop run`.\n"
+    (tmp_path / "killed").touch()
+    ended = command.wait()
+    assert ended.status == -signal.SIGKILL
+    assert "supervisor" not in ended.text
+    assert len(weights_of(ended.text)) == 2
+    assert len(set(weights_of(ended.text))) == 1
+    proof = prove(
+        (member, read_events(path)) for member, path in find_event_files(tmp_path / "run")
+    )
+    assert proof.exact, proof.faults
+    assert proof.done == EPOCHS * STEPS

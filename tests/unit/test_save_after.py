@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.supervision.supervisor import RESUMES, save_after
-from paceline.errors import CommError, DataError
+from paceline.errors import CommError, DataError, Diverged
 
 RUN = Path("runs/first")
 
@@ -30,6 +30,12 @@ def test_an_error_lets_rank_0_alone_write(error: BaseException | None) -> None:
     said = save_after(error, RUN, save, first_here=True)
     assert said == f"the state after 7 steps is saved in runs/first, and {RESUMES}."
     assert asked == [False]
+
+
+def test_a_diverged_run_isnt_said_to_resume() -> None:
+    said = save_after(Diverged("NaN"), RUN, lambda leaderless: 7, first_here=True)
+    saved = "the state after 7 steps is saved in runs/first, and the same command would diverge"
+    assert said == f"{saved} again from there."
 
 
 @pytest.mark.parametrize("first_here", [False, True])

@@ -24,7 +24,7 @@ from paceline.cluster.supervision.machine_workers import (
     OpenEndpoint,
     reason_of,
 )
-from paceline.errors import Message, PacelineError, many
+from paceline.errors import Diverged, Message, PacelineError, many
 
 RESUMES = "the same command resumes it"
 """What resumes a run, a clause."""
@@ -34,7 +34,8 @@ def print_message(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
-        print(f"{erase}paceline: {text}", file=sys.stderr, flush=True)
+        line = f"{erase}paceline: {text}\n"  # in one write, also where streams are unbuffered
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def finished_sentence(run_id: str) -> str:
@@ -71,6 +72,8 @@ def save_after(
     """
     outside = error if isinstance(error, OutsideWorld) else getattr(error, "__cause__", None)
     leaderless, resumes = False, RESUMES
+    if isinstance(error, Diverged):
+        resumes = "the same command would diverge again from there"
     if isinstance(outside, OutsideWorld):
         if outside.expelled:
             return ""

@@ -37,6 +37,11 @@ def is_open(path: str | Path) -> bool:
         return False
 
 
+def process_of(path: str | Path) -> int:
+    """Return the process number of a file's supervisor."""
+    return int(Path(path).parts[2])
+
+
 def write_supervisor_file(path: str | Path, text: str) -> None:
     """Replace the file's text, in one call.
 

@@ -9,13 +9,14 @@ continues where its supervisor was killed (`parent_death_watchdog`); `paceline s
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import watch_parent
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.supervisor_file import is_open
+from paceline.cluster.supervision.supervisor_file import is_open, process_of
 from paceline.cluster.supervision.survival_mark import declare
 
 
@@ -167,6 +168,43 @@ def report_lost_supervisor(environment: WorkerEnvironment, run: Path | None) -> 
     print_message(
         f"the supervisor of machine {environment.machine} was killed; its workers continue.{remedy}"
     )
+
+
+@contextmanager
+def reporting_lost_supervisor(run: Path | None) -> Iterator[None]:
+    """Report in the block that this script's supervisor was killed, as `report_lost_supervisor`.
+
+    A script's standard input is not its supervisor's pipe, which its wrapper reads. So a thread
+    waits for the supervisor's end. Without a supervisor of Paceline, nothing is reported.
+
+    Args:
+        run: the run's folder, as the user names it; None: it has none.
+    """
+    environment = worker_environment()
+    if environment is None or not environment.survival_mark:
+        yield
+        return
+    try:
+        supervisor = os.pidfd_open(process_of(environment.survival_mark))
+    except OSError:  # it was killed just now
+        report_lost_supervisor(environment, run)
+        yield
+        return
+    block = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def watch() -> None:
+        if supervisor in select.select([supervisor, block], [], [])[0]:
+            report_lost_supervisor(environment, run)
+
+    thread = threading.Thread(target=watch, name="supervisor watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.eventfd_write(block, 1)
+        thread.join()
+        os.close(block)
+        os.close(supervisor)
 
 
 def _report_end_with_supervisor() -> None:

@@ -73,6 +73,7 @@ class DurableStart:
         self._restore, self._replicas, self._report = restore, replicas, report
         self._beginning, self._refusal = beginning, refusal
         self._start = Start()
+        self._read_file = False
 
     def restore(self, reached: Position) -> Restored:
         """Restore model, optimizer and tracked objects; as `DurableState.restore`."""
@@ -99,7 +100,8 @@ class DurableStart:
         start, self._start = self._start, Start()
         for pair, replica in enumerate(self._replicas()):
             for note in start.restore_exchange(replica, pair):
-                self._report(note)
+                if self._read_file:  # the beginning has nothing that a checkpoint would have
+                    self._report(note)
 
     def report(self, sentence: str) -> None:
         """Record a sentence for the user, and show it on rank 0."""
@@ -113,6 +115,7 @@ class DurableStart:
             own = look_into(self._folder, self._output, self._identity, clean=False)
         records = gather_records(self._run, self._device, own)
         found = candidate_of_step(records, group.generation)
+        self._read_file = found is not None
         if found is not None:
             path = found.paths.get(group.machine)
             state = fetch_checkpoint(self._run, self._device, path, found.file.size)

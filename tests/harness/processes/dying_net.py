@@ -7,6 +7,7 @@ for the COUNT-th time, a repeated step included.
     backward      at its end, before the gradients are exchanged
     evaluation    the forward of an evaluation
     saving        a checkpoint's file is half written; on the leader
+    snapshot      one between two steps begins, such as the run's first
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from paceline.cluster.environment import worker_environment
 from paceline.replica.live_hooks import patch
+from paceline.run.step_snapshots import StepSnapshots
 from tests.harness.processes.fault_runs import ObservedNet
 
 
@@ -42,6 +44,13 @@ class DyingNet(ObservedNet):
                 self._pass_by("saving")
 
         patch(torch, "save", save)
+        take = StepSnapshots.take_between_steps
+
+        def take_or_die(snapshots: StepSnapshots, *words: Any, **options: Any) -> None:
+            self._pass_by("snapshot")
+            take(snapshots, *words, **options)
+
+        StepSnapshots.take_between_steps = take_or_die  # type: ignore[method-assign]
 
     def forward(self, images: Tensor) -> Tensor:
         self._pass_by("forward" if self.training else "evaluation")
