@@ -7,13 +7,13 @@ import multiprocessing
 import signal
 import sys
 
-import torch
 from hypothesis.internal.conjecture import providers
 
 # Whichever test starts multiprocessing's fork server first: its processes have what they need.
 multiprocessing.set_forkserver_preload(
     [
-        *("torch", "torch.distributed", "torch._dynamo", "numpy", "numba"),
+        *("tests.harness.processes.uncollected_imports", "torch", "torch.distributed"),
+        *("torch._dynamo", "numpy", "numba"),
         *("paceline", "paceline.cli.main", "tests.harness.processes.gloo_processes"),
         *("tests.harness.processes.supervisor_stage", "tests.harness.processes.frozen_imports"),
     ]
@@ -21,8 +21,6 @@ multiprocessing.set_forkserver_preload(
 
 # Hypothesis would read 500 source files, for ten seconds, to draw their constants now and then.
 providers._get_local_constants = lambda: providers._local_constants
-
-torch.set_num_threads(1)  # several ranks, as threads or processes, share the machine's few cores
 
 # Whoever runs the tests in the background (nohup, a script's &) has these ignored, and so would the
 # processes have that tests send them to.
@@ -32,13 +30,19 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _modules = 0  # that were imported when the collector was last told to leave alone what there is
 
 
-def pytest_runtest_logstart() -> None:
-    """Have the garbage collector leave alone what was imported, at the first test and later.
+def pytest_configure() -> None:
+    """Import torch, of whose 400,000 objects none is garbage."""
+    gc.disable()
+    import torch
 
-    Otherwise it goes through torch's 400,000 objects again and again.
-    """
+    torch.set_num_threads(1)  # several ranks, as threads or processes, share the few cores
+
+
+def pytest_runtest_logstart() -> None:
+    """Have the garbage collector leave alone what was imported, at the first test and later."""
     global _modules
     if len(sys.modules) > _modules + 100:
         gc.collect()
         gc.freeze()
+        gc.enable()
         _modules = len(sys.modules)

@@ -8,6 +8,7 @@ the same step with the same workers.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -96,6 +97,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fau
     return train
 
 
+@pytest.fixture(scope="module")
+def continued(
+    undisturbed: Callable[[str], FaultRun], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], FaultRun]:
+    """Return a run that begins from a step of the undisturbed one with the workers left."""
+
+    @functools.cache
+    def train(sync: str, start: int) -> FaultRun:
+        resume = ("--resume", str(undisturbed(sync).checkpoint(start)))
+        words = (*SYNCS[sync], *resume, "--master", f"127.0.0.1:{free_port()}")
+        replay = FaultRun(tmp_path_factory.mktemp("replay"), *words, machines=LEFT)
+        requires_end(replay)
+        return replay
+
+    return train
+
+
 def requires_end(run: FaultRun) -> None:
     run.release()
     for ended in run.wait_all():
@@ -151,6 +169,7 @@ def lose_both(
 def test_a_run_survives_the_loss_of_its_store_and_then_that_of_a_worker(
     tmp_path: Path,
     undisturbed: Callable[[str], FaultRun],
+    continued: Callable[[str, int], FaultRun],
     store: Callable[[Path], AbstractContextManager[Store]],
     sync: str,
     lost: int,
@@ -158,13 +177,7 @@ def test_a_run_survives_the_loss_of_its_store_and_then_that_of_a_worker(
     run = lose_both(tmp_path, store, SYNCS[sync], lost)
     (start,) = run.starts()
     whole = undisturbed(sync)
-    replay = FaultRun(
-        tmp_path / "replay",
-        *SYNCS[sync],
-        *("--resume", str(whole.checkpoint(start)), "--master", f"127.0.0.1:{free_port()}"),
-        machines=LEFT,
-    )
-    requires_end(replay)
+    replay = continued(sync, start)
     for rank in run.completed():
         assert distance(run.weights_of(rank), replay.weights()) == 0
     if sync == "int8":

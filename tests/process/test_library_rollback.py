@@ -62,14 +62,18 @@ def test_a_loop_whose_generations_end_around_the_trials_of_autotuning_trains_the
     assert samples_trained(tmp_path / "runs" / "trials", capsys) == [50] * TRIALS.epochs
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, tuple(GANS)), (3, ("a block each", "one call", "sharded"))],  # of each method and block
+    ids=["2 ranks", "3 ranks"],
+)
 def test_a_gan_whose_generations_end_in_mid_step_trains_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, names: tuple[str, ...]
 ) -> None:
-    script = ("-m", "tests.harness.library.gan_rollbacks", str(ranks), "runs", *GANS)
+    script = ("-m", "tests.harness.library.gan_rollbacks", str(ranks), "runs", *names)
     ended = run("paceline", *script, folder=tmp_path, ranks=ranks)
     assert ended.status == 0, ended.text
-    for name in GANS:
+    for name in names:
         digests = re.findall(f"{name}: {'equal' if ranks == 2 else 'close'} (\\w+)", ended.text)
         assert len(digests) == ranks, ended.text
         assert len(set(digests)) == 1

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.processes.command import rows_of, run
+from tests.harness.processes.command import Running, rows_of, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def program(name: str, folder: Path) -> str:
     """Run an example; return what it printed."""
-    ended = subprocess.run(
-        [sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=280
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    ended = Running([sys.executable, str(EXAMPLES / name)], folder=folder, variables={}).wait(280)
+    assert ended.status == 0, ended.text
+    return ended.text
 
 
 @pytest.mark.timeout(300)  # the demo's own limit, on a machine with other work

@@ -15,7 +15,7 @@ from paceline.data.db.formats.record_formats import decode_record, encode_record
 from tests.harness.data.databases import write_lmdb
 from tests.harness.data.image_folder import file_of, put, ramp, some_images
 
-TRAIN, TEST = 10, 4  # images of each digit
+TRAIN, TEST = 5, 2  # images of each digit
 
 
 def make_clone(folder: Path) -> None:

@@ -37,9 +37,8 @@ def _free() -> Iterator[int]:
             except OSError:
                 guard.close()
                 continue
-        _GUARDS.append(guard)
+        guard.detach()  # the name is this process's until its end
         yield port
 
 
-_GUARDS: list[socket.socket] = []
 _PORTS = _free()

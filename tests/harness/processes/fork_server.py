@@ -48,6 +48,13 @@ PREPARED = (
     *("torch.distributed.run", "sklearn.datasets", "PIL.Image", "safetensors.torch"),
     *("paceline", "paceline.cli.main", "paceline.cli.train", "paceline.cli.launch"),
     *("paceline.codecs.kernels.compiled", "paceline.cli.worker", "paceline.cli.train_launched"),
+    *("paceline.api", "paceline.api.join", "paceline.api.parallelize", "paceline.api.loaders"),
+    *("paceline.api.loaders.loader", "paceline.api.loaders.stream_loader", "paceline.cli.db"),
+    *("paceline.data.db.create", "paceline.data.db.inspect", "paceline.observe.ledger"),
+    # what these import at their first call
+    *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "encodings.idna"),
+    *("torch.profiler._cupti_monitor", "torch._subclasses.schema_check_mode"),
+    *("torch.utils.serialization", "rich._emoji_codes"),
 )
 PROXY = Path(__file__).with_name("python_proxy.py")
 _ARGUMENTS = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -322,6 +329,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     global _proxies
     _proxies = Path(proxies)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]  # torchrun's modules take it by name
+    gc.disable()  # imports leave little garbage, and each collection visits all that they made
     for name in PREPARED:
         with suppress(ImportError):
             import_module(name)
@@ -330,12 +338,22 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     targets = import_module("numba.core.registry").cpu_target
     for context in (targets.typing_context, targets.target_context):
         context.refresh()  # numba's types, which each process would load at its first call
+    _read_flags()
     torch.set_num_threads(1)
     fork_child.record_state()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     gc.collect()
     gc.freeze()
+    gc.enable()
     _Serving(socket.socket(fileno=control), socket.socket(fileno=listener)).serve()
+
+
+def _read_flags() -> None:
+    """Read a command line, so that the parser has its modules and the types of the flags."""
+    from paceline.cli.flags import parse
+    from paceline.config.train import TrainConfig
+
+    parse(TrainConfig, ["--train_data", "null"], prog="", description="")
 
 
 if __name__ == "__main__":
