@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Each process would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test lint types nixl trackers bench clean help
 
 help: ## Show the targets
