@@ -35,6 +35,7 @@ def two() -> Iterator[Lines]:
 
 
 def descriptors() -> int:
+    """Count the descriptors; those that earlier tests have left may be closed at any moment."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -107,7 +108,7 @@ def test_a_forked_child_holds_no_descriptors_and_leaves_the_lines_as_they_are() 
         child = os.fork()
         if child == 0:
             try:
-                holds_none = descriptors() == before and not lines[0].send("b", "vote", {})
+                holds_none = descriptors() <= before and not lines[0].send("b", "vote", {})
                 os._exit(0 if holds_none else 1)
             finally:
                 os._exit(2)
@@ -234,7 +235,8 @@ def test_thirty_lines_leave_no_descriptors_and_no_threads() -> None:
             recorders[1].wait(lambda r: len(r.frames) == 1)
         if cycle == 0:
             before = descriptors(), threading.active_count()
-    assert (descriptors(), threading.active_count()) == before
+    assert descriptors() <= before[0]
+    assert threading.active_count() <= before[1]
 
 
 def test_a_member_that_reconnects_thirty_times_leaves_no_descriptors() -> None:
@@ -247,7 +249,7 @@ def test_a_member_that_reconnects_thirty_times_leaves_no_descriptors() -> None:
             assert wait_until_alone(b)
             if cycle == 0:
                 before = descriptors()
-        assert descriptors() == before
+        assert descriptors() <= before
     finally:
         b.close()
 

@@ -72,9 +72,15 @@ class Members:
             one.begin(self.generation)
             one.attach(self.generation, self.interrupted[rank].set)
 
-    def kill(self, rank: int) -> None:
-        """End a member's connections, as the kernel does for a killed process."""
-        self.all[rank].line.close()
+    def kill(self, *ranks: int) -> None:
+        """End members' connections, as the kernel does for processes that are killed at once."""
+        closed = threading.Event()
+        for rank, one in enumerate(self.all):
+            if rank not in ranks:  # none notices the first end before the last one
+                one.line.post(lambda: closed.wait(LIMIT))
+        for rank in ranks:
+            self.all[rank].line.close()
+        closed.set()
 
     def silence_after(self, rank: int, message: str) -> threading.Event:
         """Let a member send nothing after its first message of a kind in a vote, to one member."""
@@ -350,8 +356,7 @@ def test_members_that_lost_a_part_continue_from_the_newest_checkpoint_that_one_c
         own = (members.generation.members[rank].id,)
         held = (replace(held_by(members, rank, 6), parts=own, members=4),)
         assert one.acknowledge(members.generation, (*held, file) if rank == 3 else held)
-    members.kill(1)
-    members.kill(2)
+    members.kill(1, 2)
     value = agreed(members.next((0, 3)))
     assert {member.id for member in value.members} == ids(members, 0, 3)
     assert (value.start, value.start_token) == (4, "")
