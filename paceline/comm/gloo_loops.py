@@ -6,23 +6,18 @@ the files that each loop has (`/proc/self/fdinfo`).
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import re
 import secrets
 import select
 import socket
 import stat
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _EVENT_LOOP = "anon_inode:[eventpoll]"
-_WATCHED = re.compile(r"^tfd: +(\d+) .*\bdata: +([0-9a-f]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
-_MODIFY = 3  # EPOLL_CTL_MOD
-_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event: events, data
+_WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 
 
 def descriptors() -> dict[int, str]:
@@ -82,35 +77,19 @@ def shut_down(number: int) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def report_once(loops: Sequence[int]) -> None:
-    """Let event loops of connections that are shut down rest, after one more event of each.
-
-    Gloo leaves data unread for which a collective that has ended has no more memory. Its loop would
-    be told of that connection again and again, and use up a core until the group is dropped.
-    """
-    events = select.EPOLLIN | select.EPOLLET
-    for loop in loops:
-        for number, data in _watched(loop).items():
-            with suppress(OSError):  # closed since then
-                if stat.S_ISSOCK(os.fstat(number).st_mode):  # not the pipe that wakes the loop
-                    # By the C library: Python's `epoll.modify` replaces the data, Gloo's pointer.
-                    event = struct.pack(_EVENT, events, data)
-                    ctypes.CDLL(None).epoll_ctl(loop, _MODIFY, number, event)
-
-
-def _watched(loop: int) -> dict[int, int]:
-    """Return the descriptors whose files an event loop of this process has, and the data of each.
+def _watched(loop: int) -> set[int]:
+    """Return the descriptors whose files an event loop of this process has.
 
     A loop names each file by the descriptor that it was added by. In a loop of another thread that
     number may by now be another file's.
     """
-    found = {}
+    found = set()
     with suppress(OSError):  # another thread's loop, which is closed by now
         lines = Path(f"/proc/self/fdinfo/{loop}").read_text()
-        for digits, data, inode in _WATCHED.findall(lines):
+        for digits, inode in _WATCHED.findall(lines):
             with suppress(OSError):
                 if os.fstat(int(digits)).st_ino == int(inode, 16):
-                    found[int(digits)] = int(data, 16)
+                    found.add(int(digits))
     return found
 
 
