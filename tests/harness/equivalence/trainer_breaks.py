@@ -16,10 +16,21 @@ ANY = -1
 
 
 class Breaks:
-    """Breaks in a trainer's loop: one moment for each generation but the last."""
+    """Breaks in a trainer's loop: one moment for each generation but the last.
 
-    def __init__(self, trainer: Trainer, moments: Sequence[Moment]) -> None:
-        self._trainer, self._moments = trainer, moments
+    Args:
+        trainer: the trainer.
+        moments: the moments.
+        before: called at each, given the generation's number.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        moments: Sequence[Moment],
+        before: Callable[[int], None] = lambda generation: None,
+    ) -> None:
+        self._trainer, self._moments, self._before_break = trainer, moments, before
         self._before(trainer.train, "batch", "load")
         self._before(trainer.precision, "backward_and_update", "backward")
         self._after(trainer.precision, "backward_and_update", "end")
@@ -38,6 +49,7 @@ class Breaks:
             steps.take_snapshot()  # which all ranks then hold: none goes back further
             raise CommError(f"broken off before step {steps.position.number}")
         if moment in ((steps.position.number, name), (ANY, name)):
+            self._before_break(steps.generation)
             raise CommError(f"broken off in step {steps.position.number}: {name}")
 
     def _forward(self, *_: object) -> None:

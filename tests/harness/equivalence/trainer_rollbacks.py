@@ -52,6 +52,7 @@ from tests.harness.equivalence.trainer_breaks import Breaks, Moment
 from tests.harness.processes.worlds import world_of
 
 STEPS, EPOCHS, BATCH, SAMPLES = 4, 2, 12, 40  # the last batch is short
+_LIMIT = 60.0  # seconds
 FLAGS = (
     *("--db_type", "minidb", "--use_cpu", "--model", f"{__name__}:normed"),
     *("--image_size", "16"),
@@ -130,6 +131,7 @@ class TrainerRollbacks:
         recorded: the numbers of further generations that were recorded in run folders.
         to_holders: whether a member hands over its part to its backup holder, not to the first one;
             where that one leaves, too, to the holder's holder.
+        together: whether no member breaks off before all present ones have come to their moment.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -145,6 +147,7 @@ class TrainerRollbacks:
     from_disk: list[bool] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     to_holders: bool = False
+    together: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
@@ -155,6 +158,7 @@ class TrainerRollbacks:
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _durable: set[int] = field(default_factory=lambda: {0})  # steps of announced checkpoints
     _writers: dict[int, CheckpointWriter | None] = field(default_factory=dict)
+    _meetings: dict[int, threading.Barrier] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -245,12 +249,23 @@ class TrainerRollbacks:
             )
             self._snapshots[c.rank] = trainer.steps._snapshots
             self._writers[c.rank] = trainer.steps._writer
-            Breaks(trainer, [moments[c.rank] for moments in self.moments])
+            Breaks(trainer, [moments[c.rank] for moments in self.moments], self._await_others)
             with suppress(Parked):
                 trainer.run()
                 trainer.replica.drain()
             run.recorder.event("end", generation=trainer.steps.generation)
         return trainer.model.state_dict()
+
+    def _await_others(self, generation: int) -> None:
+        """Return once all present members have come to their moments, if they break off together.
+
+        One that broke off sooner would end what another one still needs to come there.
+        """
+        if self.together:
+            present = sum(self.machines) - len(self._parked(generation))
+            with self._lock:
+                meeting = self._meetings.setdefault(generation, threading.Barrier(present))
+            meeting.wait(_LIMIT)
 
     def _agree(self, c: Communicator, number: int) -> SnapshotName:
         """Return the snapshot from which a generation continues; all members call it.

@@ -74,8 +74,9 @@ class FaultReplays:
             moments,
             [each.left for each in changes],
             to_holders=True,
+            together="average" in flags,  # each worker trains a round's steps at its own pace
         )
         replay.run()
-        assert replay.starts == [each.start for each in changes]
+        assert replay.starts == [each.start for each in changes], replay.starts
         (path,) = folder.glob("*_model.pt")
         return load(path)
