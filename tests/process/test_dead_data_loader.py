@@ -7,9 +7,8 @@ from pathlib import Path
 from tests.harness.processes.launcher_commands import Script
 
 SCRIPT = """
-import os
 import signal
-import time
+import threading
 
 import psutil
 import torch
@@ -22,9 +21,7 @@ loader = paceline.loader(TensorDataset(torch.zeros(8, 1)), 2, world, train=False
 for _ in loader:
     data_processes = [p for p in psutil.Process().children() if p.status() != "zombie"]
     data_processes[-1].send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:  # torch's signal handler raises here
-        time.sleep(0.01)
+    threading.Event().wait(30)  # torch's signal handler raises here
 """
 
 
