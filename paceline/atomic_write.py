@@ -9,7 +9,7 @@ because machines may share a folder. A killed writer leaves a `.part` file behin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -30,8 +30,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, require: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` when the block ends without an error.
+
+    Args:
+        path: the file's path.
+        require: called when the whole file is on the disk, immediately before it becomes `path`; an
+            error of it prevents that.
 
     Raises:
         OSError: as in `write_atomically`; also where another error of the block is due to one, as
@@ -43,6 +48,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        require()
         part.replace(path)
         sync(path.parent)
     except BaseException as error:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 _NOTHING = nullcontext()
-_RESULTS = ("step", "loss", "epoch")  # events that only a member of the world may record
+RESULTS = ("step", "loss", "epoch")  # events that only a member of the world may record
 
 
 class Recorder(Protocol):
@@ -71,7 +71,7 @@ class MemberRecorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Pass an event on."""
-        if name in _RESULTS:
+        if name in RESULTS:
             self._require_member()
         self._recorder.event(name, **fields)
 

@@ -203,7 +203,7 @@ def _open_world(session: Session) -> World:
         run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         account = StepAccount(
-            EventFile(path, group.member.id),
+            EventFile(path, group.member.id, lambda: run.require_member()),
             build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
             losses,

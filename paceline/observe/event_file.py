@@ -36,12 +36,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
 from paceline.observe.line_file import LineFile
+from paceline.recorder import RESULTS
 
 # The fields that are written, () for all; others, such as a loss that is still being computed, are
 # for other recorders.
@@ -82,10 +83,15 @@ class EventFile(LineFile):
     Args:
         folder: the run's folder, which exists.
         member: the id of the member whose events are written.
+        require_member: called immediately before a result is written; raises an error where this
+            process may be outside the world.
     """
 
-    def __init__(self, folder: Path, member: str) -> None:
+    def __init__(
+        self, folder: Path, member: str, require_member: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(folder / f"events.{member}.jsonl")
+        self._require_member = require_member
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are recorded.
@@ -93,12 +99,14 @@ class EventFile(LineFile):
         Raises:
             KeyError: a field to be written is missing.
             TypeError: a field to be written isn't JSON's.
+            PeerLost: a result isn't written, because this process may be outside the world.
         """
         if name in FIELDS:
             measured = (key for key in _IF_MEASURED if key in fields) if name == "step" else ()
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
-            self.write(json.dumps({"event": name, **values}, allow_nan=False))
+            line = json.dumps({"event": name, **values}, allow_nan=False)
+            self.write(line, *([self._require_member] if name in RESULTS else []))
 
 
 def find_event_files(*folders: Path) -> list[tuple[str, Path]]:

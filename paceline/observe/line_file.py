@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
@@ -34,10 +35,17 @@ class LineFile(NullRecorder):
         self._waits = True  # until a wait for room has ended without any
         self._lock = threading.Lock()  # held while a line is written
 
-    def write(self, line: str) -> None:
-        """Append a line."""
+    def write(self, line: str, require: Callable[[], None] = lambda: None) -> None:
+        """Append a line.
+
+        Args:
+            line: the line.
+            require: called immediately before the write; an error of it prevents the write.
+        """
+        data = f"{line}\n".encode()
         with explained_writes(self.path), self._lock:
-            self._unwritten += f"{line}\n".encode()
+            require()
+            self._unwritten += data
             self._flush()
 
     def close(self) -> None:

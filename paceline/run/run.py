@@ -37,6 +37,7 @@ class Run:
         report_progress: called with the step in which this process is, after each step.
         may_write: returns whether this process is in the world, so that it may write files, from
             any thread; it waits until that is known.
+        lease_lasts: returns whether it is known now to be in the world, from any thread.
     """
 
     context: GenerationContext
@@ -48,6 +49,7 @@ class Run:
     require_member: Callable[[], None] = lambda: None
     report_progress: Callable[[int], None] | None = None
     may_write: Callable[[], bool] = lambda: True
+    lease_lasts: Callable[[], bool] = lambda: True
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
     _entered: list[Callable[[], None]] = field(default_factory=list)
 

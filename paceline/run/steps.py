@@ -99,6 +99,7 @@ class Steps:
         self._writer, self._seed = writer, seed
         if writer is not None:
             writer.may_write = lambda: run.may_write()
+            writer.lease_lasts = lambda: run.lease_lasts()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums

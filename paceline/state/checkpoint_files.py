@@ -82,6 +82,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         best: bool = False,
+        require: Callable[[], None] = lambda: None,
         written: Callable[[Path], object] = lambda path: None,
     ) -> Path:
         """Publish the state before step `step`, and remove old files of the lineage.
@@ -92,6 +93,7 @@ class Checkpoints:
             step: the number of completed steps.
             state: the file's entries.
             best: it is the best so far.
+            require: called immediately before the file is published; an error of it prevents that.
             written: called with the file, before old ones are removed.
 
         Raises:
@@ -102,7 +104,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
             first = self.folder / BEST if best else path
-            with atomic_file(first) as file:
+            with atomic_file(first, require) as file:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
                 link_atomically(first, path)

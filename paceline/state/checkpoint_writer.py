@@ -47,6 +47,10 @@ class Checkpoint:
     best: bool = False
 
 
+class _LeaseEnded(Exception):
+    """The write lease ended while a file was being written."""
+
+
 class CheckpointWriter:
     """Checkpoint writer: every member has one, and it writes while the member is rank 0.
 
@@ -59,8 +63,9 @@ class CheckpointWriter:
     Attributes:
         newest: set by the owner; returns the newest state in memory that may be written, from any
             thread; None if there is none.
-        may_write: set by the owner; returns whether this process is in the world. Otherwise it
-            writes no file but a rescued one.
+        may_write: set by the owner; returns whether this process is in the world, and waits until
+            that is known. Otherwise it writes no file but a rescued one.
+        lease_lasts: set by the owner; returns whether it is known now to be in the world.
         published: queue of (step, file), one for each file that was written.
         announce: set by the owner; called by the thread that has written a file, before older ones
             are removed.
@@ -75,6 +80,7 @@ class CheckpointWriter:
     ) -> None:
         self.newest: Callable[[], Checkpoint | None] = lambda: None
         self.may_write: Callable[[], bool] = lambda: True
+        self.lease_lasts: Callable[[], bool] = lambda: True
         self.announce: Callable[[Checkpoint, Path], object] = lambda checkpoint, path: None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints, self._constant, self._report = checkpoints, constant, report
@@ -145,10 +151,19 @@ class CheckpointWriter:
             raise failure
 
     def _write_as_member(self, checkpoint: Checkpoint) -> None:
-        if self.may_write():
-            self._write(checkpoint)
+        """Write a file while this process is in the world; anew, if it was stopped meanwhile."""
 
-    def _write(self, checkpoint: Checkpoint) -> None:
+        def require_lease() -> None:
+            if not self.lease_lasts():
+                raise _LeaseEnded
+
+        while self.may_write():
+            try:
+                return self._write(checkpoint, require_lease)
+            except _LeaseEnded:
+                continue  # waits for the lease without the lock, which a rescue takes
+
+    def _write(self, checkpoint: Checkpoint, require: Callable[[], None] = lambda: None) -> None:
         step = checkpoint.step
         with self._writing:
             if checkpoint.name == self._written:
@@ -166,6 +181,7 @@ class CheckpointWriter:
                     step,
                     state,
                     best=checkpoint.best,
+                    require=require,
                     written=partial(self.announce, checkpoint),
                 )
             except PacelineError as error:

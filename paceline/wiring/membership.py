@@ -184,6 +184,7 @@ class MemberLink:
         self._run, self._generation = run, run.context.group.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
+        run.lease_lasts = self._membership.lease_lasts
         run.report_progress = lambda step: self._membership.report_progress(
             run.context.group.generation, step
         )

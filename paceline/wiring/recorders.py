@@ -107,6 +107,7 @@ def build_recorder(
         epoch=start.position.epoch,
         totals=start.totals,
         leads=lambda: run.leads,
+        require_member=lambda: run.require_member(),
     )
     run.when_entered(log.hand_over)
 
@@ -116,7 +117,7 @@ def build_recorder(
         console = Console(log=log.path, shown=lambda: log.recorded, started=began)
         return [console, *build_trackers(config.output, folder, config.flat())]
 
-    events = EventFile(folder, group.member.id)
+    events = EventFile(folder, group.member.id, lambda: run.require_member())
     leader = build_leader_recorder(run, open_recorders)
     account = StepAccount(events, log, leader, *others, trace=run.trace)
     return MemberRecorder(account, lambda: run.require_member())

@@ -253,6 +253,7 @@ def test_the_run_of_a_member_outside_the_world_may_write_nothing(
     run = run_of()
     MemberLink(members.all[1], members.generation, None).begin(run, None)
     assert not run.may_write()
+    assert not run.lease_lasts()
     with pytest.raises(PeerLost, match="records nothing more"):
         run.require_member()
 

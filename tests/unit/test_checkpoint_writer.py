@@ -177,6 +177,47 @@ def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: 
     assert written(tmp_path, 2)["position"] == {"number": 2}
 
 
+def test_a_file_whose_lease_ends_meanwhile_is_published_after_that_lease_is_renewed(
+    tmp_path: Path,
+) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    folder = tmp_path / "checkpoints"
+    asked: list[str] = []
+
+    def may_write() -> bool:
+        asked.append("may write")
+        return True
+
+    def lease_lasts() -> bool:
+        (part,) = folder.glob(".*.part")
+        assert part.stat().st_size > 0
+        asked.append("lasts")
+        return len(asked) > 2
+
+    writer.may_write, writer.lease_lasts = may_write, lease_lasts
+    writer.publish(checkpoint(1))
+    writer.wait()
+    assert asked == ["may write", "lasts"] * 2
+    assert [path.name for path in folder.iterdir()] == ["step-00000001.pt"]
+    assert writer.published.get() == (1, folder / "step-00000001.pt")
+    assert writer.published.empty()
+
+
+def test_a_process_that_was_stopped_while_it_wrote_publishes_nothing_once_it_is_outside(
+    tmp_path: Path,
+) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    answers = [True, False]
+    writer.may_write, writer.lease_lasts = lambda: answers.pop(0), lambda: False
+    writer.publish(Checkpoint(**{**vars(checkpoint(1)), "best": True}))
+    writer.wait()
+    assert answers == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert writer.published.empty()
+    writer.newest = lambda: checkpoint(1)
+    assert writer.rescue() == 1
+
+
 class FullDisk(Checkpoints):
     """A disk without room."""
 

@@ -10,6 +10,7 @@ from typing import Self
 
 import pytest
 
+from paceline.errors import PeerLost
 from paceline.observe.csv_log import CsvLog, Totals, log_name
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
@@ -152,6 +153,19 @@ def rows(folder: Path) -> list[tuple[str, str]]:
     (path,) = folder.glob("*.log")
     lines = path.read_text().splitlines()[1:]
     return [(row["epoch"], row["cumulative_batch_count"]) for row in csv.DictReader(lines)]
+
+
+def test_a_process_outside_the_world_writes_no_row(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise PeerLost("outside")
+
+    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, require_member=refuse)
+    before = log.path.read_bytes() if log.path else b""
+    with pytest.raises(PeerLost):
+        log.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)
+    log.close()
+    assert log.path
+    assert log.path.read_bytes() == before
 
 
 def test_only_the_leader_has_a_file(tmp_path: Path) -> None:

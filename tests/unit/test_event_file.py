@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import DataError
+from paceline.errors import DataError, PeerLost
 from paceline.observe.event_file import EventFile, find_event_files, read_events
 
 MEMBER = "0123456789ab-1"
@@ -70,6 +70,27 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     events.close()
     line = json.loads(events.path.read_text(), parse_constant=pytest.fail)
     assert line == {"event": "epoch", **EPOCH, "loss": None, "accuracy": None}
+
+
+def test_a_result_is_checked_when_its_line_is_made_and_nothing_else_is(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def refuse() -> None:
+        asked.append(1)
+        raise PeerLost("outside")
+
+    events = EventFile(tmp_path, MEMBER, refuse)
+    with pytest.raises(TypeError):
+        events.event("step", **{**STEP, "cuts": object()})
+    assert asked == []
+    for name, fields in (("step", STEP), ("epoch", EPOCH)):
+        with pytest.raises(PeerLost):
+            events.event(name, **fields)
+    assert len(asked) == 2
+    assert events.path.read_text() == ""
+    events.event("checkpoint", generation=0, step=12, path="step-00000012.pt")  # a losing side's
+    events.close()
+    assert [event["event"] for event in read_events(events.path)] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("missing", STEP)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+import paceline
 from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PeerLost
+from paceline.recorder import Recorder
+from paceline.run.run import Run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.wiring.connections import adds_up_on_gpus
@@ -214,6 +217,57 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 ) -> None:
     for rank in range(sum(machines)):
         assert adds_up_on_gpus(world_of(machines, rank), torch.device(device), sync) == adds_up
+
+
+def requires_second_look(run: Run, recorder: Recorder, folder: Path, **step: object) -> None:
+    """Require that a member that is stopped after its first look at the lease writes no result."""
+    looks: list[int] = []
+
+    def require_member() -> None:
+        looks.append(1)
+        if len(looks) > 1:
+            raise PeerLost("outside")
+
+    run.require_member = require_member
+    before = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    with pytest.raises(PeerLost, match="outside"):
+        recorder.event("step", **step)
+    assert len(looks) == 2
+    assert [path.read_bytes() for path in folder.rglob("*") if path.is_file()] == before
+
+
+STEP = {"generation": 0, "step": 0, "epoch": 0, "first": 0, "last": 8, "cuts": [0, 8], "skipped": 0}
+
+
+def test_a_trainers_files_are_written_after_a_second_look_at_the_lease(tmp_path: Path) -> None:
+    run = run_of()
+    recorder = build.build_recorder(config_of(), run, tmp_path, build.Start())
+    requires_second_look(run, recorder, tmp_path, **STEP)
+    recorder.close()
+
+
+def test_a_scripts_files_are_written_after_a_second_look_at_the_lease(tmp_path: Path) -> None:
+    with paceline.join(run=tmp_path / "run") as world:
+        run = world._run
+        requires_second_look(run, run.recorder, tmp_path / "run", **STEP)
+        run.require_member = lambda: None
+
+
+def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path: Path) -> None:
+    run = run_of()
+    config = config_of("--num_epochs", "1")
+    answers = {"may write": True, "lasts": False}
+    run.lease_lasts = lambda: answers["lasts"]
+
+    def may_write() -> bool:
+        may, answers["may write"] = answers["may write"], False
+        return may
+
+    run.may_write = may_write
+    sources = build.open_sources(config)
+    build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path).run()
+    assert not answers["may write"]
+    assert not list(tmp_path.rglob("step-*.pt"))
 
 
 def test_timeouts_reach_the_connections() -> None:

@@ -171,6 +171,10 @@ class Membership:
         """
         return self._lease.wait(self._options.timeout + 2 * self._options.peer_timeout)
 
+    def lease_lasts(self) -> bool:
+        """Return whether this member is known to be in the world now, from any thread."""
+        return self._lease.lasts
+
     def require_member(self, generation: Generation) -> None:
         """Return if this member may record results of a generation; waits as `may_write`.
 
