@@ -6,12 +6,21 @@ The steps of a run report to a recorder what happens; where that goes (a log, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 _NOTHING = nullcontext()
-RESULTS = ("step", "loss", "epoch")  # events that only a member of the world may record
+_RESULTS = ("step", "loss", "epoch", "speeds", "merge", "replay")
+
+
+def is_result(name: str, fields: Mapping[str, object]) -> bool:
+    """Return whether only a member of the world may record an event.
+
+    These are the results of steps, and checkpoints that the steps report: not the last one of a
+    process that has lost the others.
+    """
+    return name in _RESULTS or (name == "checkpoint" and bool(fields.get("in_step")))
 
 
 class Recorder(Protocol):
@@ -71,7 +80,7 @@ class MemberRecorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Pass an event on."""
-        if name in RESULTS:
+        if is_result(name, fields):
             self._require_member()
         self._recorder.event(name, **fields)
 

@@ -42,7 +42,7 @@ from typing import Any
 
 from paceline.errors import DataError
 from paceline.observe.line_file import LineFile
-from paceline.recorder import RESULTS
+from paceline.recorder import is_result
 
 # The fields that are written, () for all; others, such as a loss that is still being computed, are
 # for other recorders.
@@ -106,7 +106,7 @@ class EventFile(LineFile):
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
             line = json.dumps({"event": name, **values}, allow_nan=False)
-            self.write(line, *([self._require_member] if name in RESULTS else []))
+            self.write(line, *([self._require_member] if is_result(name, fields) else []))
 
 
 def find_event_files(*folders: Path) -> list[tuple[str, Path]]:

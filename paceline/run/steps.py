@@ -409,7 +409,7 @@ class Steps:
             self._stop()
         if self._writer is not None:
             self._writer.check()
-            self._record_published(self._writer.published)
+            self._record_published(self._writer.published, in_step=True)
         if self._keeping:
             self._checkpoints.at_boundary(number, self.position)
         if number >= self._check.due:
@@ -463,15 +463,25 @@ class Steps:
         self.finish(stopped=True)
         raise Stop
 
-    def _record_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
+    def _record_published(
+        self, files: SimpleQueue[tuple[int, Path]], *, in_step: bool = False
+    ) -> None:
         while True:
             try:
                 step, path = files.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
-            self.run.recorder.event(
-                "checkpoint", generation=self.generation, step=step, path=path.name
-            )
+            try:
+                self.run.recorder.event(
+                    "checkpoint",
+                    generation=self.generation,
+                    step=step,
+                    path=path.name,
+                    in_step=in_step,
+                )
+            except CommError:  # recorded in the next generation, if this process is in it
+                files.put((step, path))
+                raise
 
     def _seed_streams(self, purpose: int, number: int) -> None:
         """Seed a step's random streams: a function of (seed, purpose, step, rank)."""

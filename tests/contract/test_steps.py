@@ -15,8 +15,8 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
-from paceline.errors import ConfigError
-from paceline.recorder import NullRecorder
+from paceline.errors import ConfigError, PeerLost
+from paceline.recorder import MemberRecorder, NullRecorder
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.position import Position
@@ -268,6 +268,29 @@ def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: P
     assert len(published) == 7
     for step, lines in enumerate(published, start=1):
         assert min(lines) >= step
+
+
+def test_a_process_outside_the_world_reports_no_checkpoint_in_a_step_but_at_its_end(
+    tmp_path: Path,
+) -> None:
+    def refuse() -> None:
+        raise PeerLost("outside")
+
+    def work(communicator: Communicator) -> list[int]:
+        rank = Rank(communicator, tmp_path, policy=SavePolicy(steps=1))
+        rank.train(0)
+        rank.train(1)
+        assert rank.steps._writer is not None
+        rank.steps._writer.wait()
+        rank.steps.run.recorder = MemberRecorder(rank.recorder, refuse)
+        with pytest.raises(PeerLost):
+            rank.train(2)
+        assert "checkpoint" not in dict(rank.recorder.lines)
+        rank.steps.rescue()
+        saved = [fields for name, fields in rank.recorder.lines if name == "checkpoint"]
+        return [fields["step"] for fields in saved]
+
+    assert run_ranks(1, work) == [[1]]
 
 
 def test_random_numbers_depend_on_seed_step_and_rank_only(tmp_path: Path) -> None:

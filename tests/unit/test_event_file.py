@@ -83,14 +83,16 @@ def test_a_result_is_checked_when_its_line_is_made_and_nothing_else_is(tmp_path:
     with pytest.raises(TypeError):
         events.event("step", **{**STEP, "cuts": object()})
     assert asked == []
-    for name, fields in (("step", STEP), ("epoch", EPOCH)):
+    saved = {"generation": 0, "step": 12, "path": "step-00000012.pt"}
+    results = {"step": STEP, "epoch": EPOCH, "checkpoint": {**saved, "in_step": True}}
+    for name, fields in results.items():
         with pytest.raises(PeerLost):
             events.event(name, **fields)
-    assert len(asked) == 2
+    assert len(asked) == 3
     assert events.path.read_text() == ""
-    events.event("checkpoint", generation=0, step=12, path="step-00000012.pt")  # a losing side's
+    events.event("checkpoint", **saved)  # a losing side's
     events.close()
-    assert [event["event"] for event in read_events(events.path)] == ["checkpoint"]
+    assert list(read_events(events.path)) == [{"event": "checkpoint", **saved}]
 
 
 @pytest.mark.parametrize("missing", STEP)

@@ -25,9 +25,11 @@ def refuse() -> None:
 def test_a_member_outside_the_world_records_no_results() -> None:
     names = Names()
     recorder = MemberRecorder(names, refuse)
-    for name in ("step", "loss", "epoch"):
+    for name in ("step", "loss", "epoch", "speeds", "merge", "replay"):
         with pytest.raises(PeerLost):
             recorder.event(name)
+    with pytest.raises(PeerLost):
+        recorder.event("checkpoint", in_step=True)
     recorder.event("change")
     recorder.event("checkpoint")  # the one of the losing side
     assert names.names == ["change", "checkpoint"]
