@@ -73,8 +73,8 @@ class CsvLog(NullRecorder):
         totals: the totals of the epochs before it, where the folder's log lacks them.
         leads: returns whether this process is the leader, which alone writes.
         clock: returns seconds since an arbitrary origin.
-        require_member: called immediately before a row is written; raises an error where this
-            process may be outside the world.
+        require_member: called immediately before a row is written, and after that; raises an error
+            where this process may be outside the world.
 
     Attributes:
         path: the file; None until this process has been the leader.

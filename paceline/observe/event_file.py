@@ -83,8 +83,8 @@ class EventFile(LineFile):
     Args:
         folder: the run's folder, which exists.
         member: the id of the member whose events are written.
-        require_member: called immediately before a result is written; raises an error where this
-            process may be outside the world.
+        require_member: called immediately before a result is written, and after that; raises an
+            error where this process may be outside the world.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class EventFile(LineFile):
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
             line = json.dumps({"event": name, **values}, allow_nan=False)
-            self.write(line, *([self._require_member] if is_result(name, fields) else []))
+            self.write(line, self._require_member if is_result(name, fields) else None)
 
 
 def find_event_files(*folders: Path) -> list[tuple[str, Path]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
+from paceline.errors import PacelineError
 from paceline.recorder import NullRecorder
 
 _ROOM_LIMIT_S = 2.0  # of a file's wait for room on a full disk
@@ -35,18 +37,29 @@ class LineFile(NullRecorder):
         self._waits = True  # until a wait for room has ended without any
         self._lock = threading.Lock()  # held while a line is written
 
-    def write(self, line: str, require: Callable[[], None] = lambda: None) -> None:
+    def write(self, line: str, require: Callable[[], None] | None = None) -> None:
         """Append a line.
 
         Args:
             line: the line.
-            require: called immediately before the write; an error of it prevents the write.
+            require: called immediately before the write and after it; where it raises an error, the
+                line isn't written, or taken back. A process that is stopped for a while in between
+                leaves no line that it wasn't to write any more.
         """
         data = f"{line}\n".encode()
         with explained_writes(self.path), self._lock:
-            require()
+            if require is not None:
+                require()
+                before, earlier = os.fstat(self._file.fileno()), len(self._unwritten)
             self._unwritten += data
             self._flush()
+            if require is not None:
+                try:
+                    require()
+                except PacelineError:
+                    os.truncate(self._file.fileno(), before.st_size + earlier)
+                    os.utime(self._file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+                    raise
 
     def close(self) -> None:
         """Close the file."""

@@ -93,7 +93,8 @@ class Checkpoints:
             step: the number of completed steps.
             state: the file's entries.
             best: it is the best so far.
-            require: called immediately before the file is published; an error of it prevents that.
+            require: called immediately before the file is published, and before old ones are
+                removed; an error of it prevents that.
             written: called with the file, before old ones are removed.
 
         Raises:
@@ -109,6 +110,7 @@ class Checkpoints:
             if best:
                 link_atomically(first, path)
             written(path)
+            require()
             self._remove_old(path, lineage)
         except OSError as error:
             raise CheckpointError(

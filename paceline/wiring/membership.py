@@ -265,6 +265,12 @@ class MemberLink:
         (*_, (generation, _)) = checkpoint.state["lineage"]
         token = f"{checkpoint.name.token}:{checkpoint.name.step}"
         held = Held(generation=generation, token=token, step=checkpoint.step, durable=True)
+        try:
+            contents = contents_id(path)
+        except (CheckpointError, OSError):
+            if path.exists():
+                raise
+            return  # the next leader has removed it: this process was stopped meanwhile
         self._note_durable(held)
         self._membership.line.broadcast(
             _DURABLE,
@@ -273,7 +279,7 @@ class MemberLink:
                 "token": token,
                 "step": held.step,
                 "file": path.name,
-                "contents": contents_id(path),
+                "contents": contents,
             },
             [member.id for member in self._generation.members],
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
-from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.errors import CheckpointError, CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
+from paceline.state.checkpoint_writer import Checkpoint
+from paceline.state.snapshots import SnapshotName
 from paceline.wiring import MemberLink
 from tests.harness.processes.worlds import run_of, world_of
 
@@ -274,6 +277,21 @@ def test_a_member_that_is_stopped_while_it_reads_its_record_looks_at_its_lease_o
     monkeypatch.setattr(stopped._acceptor, "has_promised", has_promised)
     with pytest.raises(PeerLost, match="records nothing more"):
         stopped.require_member(members.generation)
+
+
+def test_a_process_that_was_stopped_announces_no_checkpoint_that_the_next_leader_has_removed(
+    make: Callable[..., Members], tmp_path: Path
+) -> None:
+    members = make((1, 1))
+    link = MemberLink(members.all[0], members.generation, None)
+    lineage = [(members.generation.id, 0)]
+    checkpoint = Checkpoint(
+        name=SnapshotName("g", 6), step=6, state={"lineage": lineage}, parameters={}
+    )
+    link.announce(checkpoint, tmp_path / "step-00000006.pt")
+    (tmp_path / "step-00000006.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError):
+        link.announce(checkpoint, tmp_path / "step-00000006.pt")
 
 
 def test_a_witness_lets_either_machine_of_a_pair_continue(

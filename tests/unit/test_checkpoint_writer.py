@@ -189,15 +189,15 @@ def test_a_file_whose_lease_ends_meanwhile_is_published_after_that_lease_is_rene
         return True
 
     def lease_lasts() -> bool:
-        (part,) = folder.glob(".*.part")
-        assert part.stat().st_size > 0
+        whole = [path for path in folder.iterdir() if path.stat().st_size > 0]
+        assert [path.suffix for path in whole] == [".pt" if len(asked) == 4 else ".part"]
         asked.append("lasts")
         return len(asked) > 2
 
     writer.may_write, writer.lease_lasts = may_write, lease_lasts
     writer.publish(checkpoint(1))
     writer.wait()
-    assert asked == ["may write", "lasts"] * 2
+    assert asked == ["may write", "lasts", "may write", "lasts", "lasts"]
     assert [path.name for path in folder.iterdir()] == ["step-00000001.pt"]
     assert writer.published.get() == (1, folder / "step-00000001.pt")
     assert writer.published.empty()
@@ -216,6 +216,24 @@ def test_a_process_that_was_stopped_while_it_wrote_publishes_nothing_once_it_is_
     assert writer.published.empty()
     writer.newest = lambda: checkpoint(1)
     assert writer.rescue() == 1
+
+
+def test_a_process_that_was_stopped_after_its_file_was_there_removes_no_other(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.begin_generation(0)
+    writer = writer_to(checkpoints)
+    writer.publish(checkpoint(1))
+    writer.wait()
+    lasts, may_write = [True, False], [True, False]
+    writer.may_write, writer.lease_lasts = lambda: may_write.pop(0), lambda: lasts.pop(0)
+    writer.publish(checkpoint(2))
+    writer.wait()
+    assert lasts == may_write == []
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000001.pt", "step-00000002.pt"}
+    assert [writer.published.get()[0], writer.published.empty()] == [1, True]
 
 
 class FullDisk(Checkpoints):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerLost
 from paceline.observe import line_file
 from paceline.observe.line_file import LineFile
 from tests.harness.data.small_disk import small_disk
@@ -74,6 +74,45 @@ def test_another_error_than_a_full_disk_is_raised_at_once(
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(PacelineError, match="Input/output error"):
         lines.write("first")
+
+
+def test_a_line_that_was_not_to_be_written_any_more_is_taken_back(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "lines")
+    lines.write("first")
+    before = lines.path.stat()
+    answers = [None, PeerLost("outside")]
+
+    def require() -> None:
+        if (error := answers.pop(0)) is not None:
+            assert lines.path.read_text() == "first\nsecond\n"
+            raise error
+
+    with pytest.raises(PeerLost):
+        lines.write("second", require)
+    assert lines.path.read_text() == "first\n"
+    assert lines.path.stat().st_mtime_ns == before.st_mtime_ns
+    lines.write("third", lambda: None)
+    lines.close()
+    assert lines.path.read_text() == "first\nthird\n"
+
+
+def test_only_the_line_is_taken_back_where_an_earlier_one_came_with_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        lines = LineFile(disk.path / "lines")
+        disk.fill(leave=4096)
+        with pytest.raises(PacelineError, match="No space left"):
+            lines.write(LONG)
+        disk.make_room()
+        answers = [None, PeerLost("outside")]
+
+        def require() -> None:
+            if (error := answers.pop(0)) is not None:
+                raise error
+
+        with pytest.raises(PeerLost):
+            lines.write("second", require)
+        lines.close()
+        assert lines.path.read_text() == f"{LONG}\n"
 
 
 def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
