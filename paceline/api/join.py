@@ -45,6 +45,7 @@ from paceline.wiring import (
     build_trackers,
     cores_per_worker,
     find_start,
+    member_check,
     report_recovery,
 )
 
@@ -203,7 +204,7 @@ def _open_world(session: Session) -> World:
         run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         account = StepAccount(
-            EventFile(path, group.member.id, lambda: run.require_member()),
+            EventFile(path, group.member.id, member_check(run)),
             build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
             losses,

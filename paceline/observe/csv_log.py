@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
-from paceline.observe.line_file import LineFile
+from paceline.observe.line_file import LineFile, MemberCheck
 from paceline.recorder import NullRecorder
 
 NO_TEST = -1  # test_accuracy of a run without test data
@@ -73,8 +73,7 @@ class CsvLog(NullRecorder):
         totals: the totals of the epochs before it, where the folder's log lacks them.
         leads: returns whether this process is the leader, which alone writes.
         clock: returns seconds since an arbitrary origin.
-        require_member: called immediately before a row is written, and after that; raises an error
-            where this process may be outside the world.
+        check: checks, for each row, whether this process is in the world; None: it is.
 
     Attributes:
         path: the file; None until this process has been the leader.
@@ -83,7 +82,7 @@ class CsvLog(NullRecorder):
 
     Raises:
         PacelineError: the file can't be written; also raised by `hand_over`, `event`, `close`.
-        PeerLost: raised by `event`, where `require_member` raises it.
+        PeerLost: raised by `event`, where `check` raises it.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class CsvLog(NullRecorder):
         totals: Totals | None = None,
         leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
-        require_member: Callable[[], None] = lambda: None,
+        check: MemberCheck | None = None,
     ) -> None:
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         self._head = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         self._folder, self._name = folder, f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._leads, self._clock, self._require_member = leads, clock, require_member
+        self._leads, self._clock, self._check = leads, clock, check
         self._epoch = epoch - 1  # of the last row
         self._totals = {self._epoch: totals or Totals()}  # after each epoch since this start
         self._rows: dict[int, str] = {}  # made here, by their epochs
@@ -160,7 +159,7 @@ class CsvLog(NullRecorder):
         self._epoch = fields["epoch"]
         self._rows[self._epoch], self._totals[self._epoch] = row, totals
         if self._file is not None:
-            self._file.write(row, self._require_member)
+            self._file.write(row, self._check)
 
     def _go_back(self, epoch: int) -> None:
         if self._file is not None and not self._took_over:

@@ -36,12 +36,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.observe.line_file import LineFile
+from paceline.observe.line_file import LineFile, MemberCheck
 from paceline.recorder import is_result
 
 # The fields that are written, () for all; others, such as a loss that is still being computed, are
@@ -83,15 +83,12 @@ class EventFile(LineFile):
     Args:
         folder: the run's folder, which exists.
         member: the id of the member whose events are written.
-        require_member: called immediately before a result is written, and after that; raises an
-            error where this process may be outside the world.
+        check: checks, for each result, whether this process is in the world; None: it is.
     """
 
-    def __init__(
-        self, folder: Path, member: str, require_member: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, folder: Path, member: str, check: MemberCheck | None = None) -> None:
         super().__init__(folder / f"events.{member}.jsonl")
-        self._require_member = require_member
+        self._check = check
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are recorded.
@@ -106,7 +103,7 @@ class EventFile(LineFile):
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
             line = json.dumps({"event": name, **values}, allow_nan=False)
-            self.write(line, self._require_member if is_result(name, fields) else None)
+            self.write(line, self._check if is_result(name, fields) else None)
 
 
 def find_event_files(*folders: Path) -> list[tuple[str, Path]]:

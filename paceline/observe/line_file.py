@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
-from paceline.errors import PacelineError
 from paceline.recorder import NullRecorder
 
 _ROOM_LIMIT_S = 2.0  # of a file's wait for room on a full disk
 _RETRY_S = 0.02
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class MemberCheck:
+    """Check whether this process is in the world, for what only a member of it may write.
+
+    A process that is stopped between `lasts` and the call of the system which writes isn't noticed,
+    so `lasts` comes last.
+
+    Attributes:
+        require: waits until that is known; raises an error where this process is outside.
+        lasts: returns whether that is known now.
+    """
+
+    require: Callable[[], None]
+    lasts: Callable[[], bool]
 
 
 class LineFile(NullRecorder):
@@ -37,29 +56,15 @@ class LineFile(NullRecorder):
         self._waits = True  # until a wait for room has ended without any
         self._lock = threading.Lock()  # held while a line is written
 
-    def write(self, line: str, require: Callable[[], None] | None = None) -> None:
-        """Append a line.
-
-        Args:
-            line: the line.
-            require: called immediately before the write and after it; where it raises an error, the
-                line isn't written, or taken back. A process that is stopped for a while in between
-                leaves no line that it wasn't to write any more.
-        """
-        data = f"{line}\n".encode()
-        with explained_writes(self.path), self._lock:
-            if require is not None:
-                require()
-                before, earlier = os.fstat(self._file.fileno()), len(self._unwritten)
-            self._unwritten += data
-            self._flush()
-            if require is not None:
-                try:
-                    require()
-                except PacelineError:
-                    os.truncate(self._file.fileno(), before.st_size + earlier)
-                    os.utime(self._file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
-                    raise
+    def write(self, line: str, check: MemberCheck | None = None) -> None:
+        """Append a line; with `check`, as a member of the world only, whose error it raises."""
+        data, lasts = f"{line}\n".encode(), _always if check is None else check.lasts
+        written = False
+        while not written:
+            if check is not None:
+                check.require()  # may take a while: other threads write meanwhile
+            with explained_writes(self.path), self._lock:
+                written = self._flush(data, lasts)
 
     def close(self) -> None:
         """Close the file."""
@@ -69,15 +74,22 @@ class LineFile(NullRecorder):
             finally:
                 self._file.close()
 
-    def _flush(self) -> None:
-        deadline = time.monotonic() + _ROOM_LIMIT_S
-        while self._unwritten:
+    def _flush(self, data: bytes = b"", lasts: Callable[[], bool] = _always) -> bool:
+        """Write what is unwritten, and `data`; unless `lasts()`, write none and return False."""
+        deadline, write = time.monotonic() + _ROOM_LIMIT_S, self._file.write
+        unwritten = self._unwritten + data
+        while unwritten:
             try:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                if not lasts():
+                    return False
+                written = write(unwritten)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._waits:
-                    raise
-                if time.monotonic() > deadline:
-                    self._waits = False
-                    raise
-                time.sleep(_RETRY_S)
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if full and self._waits and time.monotonic() <= deadline:
+                    time.sleep(_RETRY_S)
+                    continue
+                self._unwritten, self._waits = unwritten, self._waits and not full
+                raise
+            self._unwritten = unwritten = unwritten[written:]
+            lasts = _always  # no line is left torn
+        return True

@@ -13,6 +13,7 @@ from paceline.wiring.recorders import (
     build_recorder,
     build_trace,
     build_trackers,
+    member_check,
     report_recovery,
 )
 from paceline.wiring.resume import Start, find_start
@@ -40,6 +41,7 @@ __all__ = [
     "make_model",
     "make_optimizer",
     "make_run",
+    "member_check",
     "open_sources",
     "replicate",
     "report_recovery",

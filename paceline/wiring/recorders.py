@@ -17,6 +17,7 @@ from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
+from paceline.observe.line_file import MemberCheck
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.observe.trackers.tracker import Tracker
@@ -41,6 +42,11 @@ def build_trace(
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
     machine = run.context.group.machine
     return Trace(path, steps, lambda: run.context.communicator, device, machine, report=report)
+
+
+def member_check(run: Run) -> MemberCheck:
+    """Make the check whether this process is in a run's world."""
+    return MemberCheck(lambda: run.require_member(), lambda: run.lease_lasts())
 
 
 def build_trackers(
@@ -107,7 +113,7 @@ def build_recorder(
         epoch=start.position.epoch,
         totals=start.totals,
         leads=lambda: run.leads,
-        require_member=lambda: run.require_member(),
+        check=member_check(run),
     )
     run.when_entered(log.hand_over)
 
@@ -117,7 +123,7 @@ def build_recorder(
         console = Console(log=log.path, shown=lambda: log.recorded, started=began)
         return [console, *build_trackers(config.output, folder, config.flat())]
 
-    events = EventFile(folder, group.member.id, lambda: run.require_member())
+    events = EventFile(folder, group.member.id, member_check(run))
     leader = build_leader_recorder(run, open_recorders)
     account = StepAccount(events, log, leader, *others, trace=run.trace)
     return MemberRecorder(account, lambda: run.require_member())

@@ -261,24 +261,6 @@ def test_the_run_of_a_member_outside_the_world_may_write_nothing(
         run.require_member()
 
 
-def test_a_member_that_is_stopped_while_it_reads_its_record_looks_at_its_lease_once_more(
-    make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    members = make((1, 1))
-    stopped = members.all[1]
-    stopped.require_member(members.generation)
-    plain = stopped._acceptor.has_promised
-
-    def has_promised(generation: Generation) -> bool:
-        promised = plain(generation)
-        stopped._lease.end()  # the others continue without it, meanwhile
-        return promised
-
-    monkeypatch.setattr(stopped._acceptor, "has_promised", has_promised)
-    with pytest.raises(PeerLost, match="records nothing more"):
-        stopped.require_member(members.generation)
-
-
 def test_a_process_that_was_stopped_announces_no_checkpoint_that_the_next_leader_has_removed(
     make: Callable[..., Members], tmp_path: Path
 ) -> None:

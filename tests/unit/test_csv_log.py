@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.observe.csv_log import CsvLog, Totals, log_name
+from paceline.observe.line_file import MemberCheck
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
 EPOCH = {"seconds": 7.0, "accuracy": 0.25, "learning_rate": 0.1, "loss": 1.5}
@@ -159,7 +160,8 @@ def test_a_process_outside_the_world_writes_no_row(tmp_path: Path) -> None:
     def refuse() -> None:
         raise PeerLost("outside")
 
-    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, require_member=refuse)
+    check = MemberCheck(refuse, lambda: True)
+    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, check=check)
     before = log.path.read_bytes() if log.path else b""
     with pytest.raises(PeerLost):
         log.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)

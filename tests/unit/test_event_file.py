@@ -11,6 +11,7 @@ import torch
 
 from paceline.errors import DataError, PeerLost
 from paceline.observe.event_file import EventFile, find_event_files, read_events
+from paceline.observe.line_file import MemberCheck
 
 MEMBER = "0123456789ab-1"
 STEP: dict[str, Any] = {
@@ -79,7 +80,7 @@ def test_a_result_is_checked_when_its_line_is_made_and_nothing_else_is(tmp_path:
         asked.append(1)
         raise PeerLost("outside")
 
-    events = EventFile(tmp_path, MEMBER, refuse)
+    events = EventFile(tmp_path, MEMBER, MemberCheck(refuse, lambda: True))
     with pytest.raises(TypeError):
         events.event("step", **{**STEP, "cuts": object()})
     assert asked == []

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.observe import line_file
-from paceline.observe.line_file import LineFile
+from paceline.observe.line_file import LineFile, MemberCheck
 from tests.harness.data.small_disk import small_disk
 
 LONG = "x" * 10_000  # more than two pages, so that a part of it is written
@@ -76,43 +76,72 @@ def test_another_error_than_a_full_disk_is_raised_at_once(
         lines.write("first")
 
 
-def test_a_line_that_was_not_to_be_written_any_more_is_taken_back(tmp_path: Path) -> None:
+class Check:
+    """A member's lease that ends before some looks at it, and is renewed until it is `out`."""
+
+    def __init__(self, *lasts: bool, out: bool) -> None:
+        self._lasts, self._out = list(lasts), out
+        self.looks: list[str] = []
+
+    def require(self) -> None:
+        self.looks.append("require")
+        if self._out and not self._lasts:
+            raise PeerLost("outside")
+
+    def lasts(self) -> bool:
+        self.looks.append("lasts")
+        return self._lasts.pop(0)
+
+    @property
+    def both(self) -> MemberCheck:
+        return MemberCheck(self.require, self.lasts)
+
+
+def test_a_line_is_written_once_the_lease_lasts_when_it_is_written(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "lines")
-    lines.write("first")
-    before = lines.path.stat()
-    answers = [None, PeerLost("outside")]
-
-    def require() -> None:
-        if (error := answers.pop(0)) is not None:
-            assert lines.path.read_text() == "first\nsecond\n"
-            raise error
-
-    with pytest.raises(PeerLost):
-        lines.write("second", require)
+    check = Check(False, False, True, out=False)
+    lines.write("first", check.both)
+    assert check.looks == ["require", "lasts"] * 3
     assert lines.path.read_text() == "first\n"
-    assert lines.path.stat().st_mtime_ns == before.st_mtime_ns
-    lines.write("third", lambda: None)
     lines.close()
-    assert lines.path.read_text() == "first\nthird\n"
 
 
-def test_only_the_line_is_taken_back_where_an_earlier_one_came_with_it(tmp_path: Path) -> None:
+def test_a_process_whose_lease_ended_before_the_write_and_that_is_outside_writes_no_line(
+    tmp_path: Path,
+) -> None:
+    lines = LineFile(tmp_path / "lines")
+    check = Check(False, out=True)
+    with pytest.raises(PeerLost):
+        lines.write("first", check.both)
+    assert check.looks == ["require", "lasts", "require"]
+    lines.write("last")  # a losing side's
+    lines.close()
+    assert lines.path.read_text() == "last\n"
+
+
+def test_a_line_that_was_begun_on_a_full_disk_is_completed_outside_of_the_world_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
         lines = LineFile(disk.path / "lines")
         disk.fill(leave=4096)
-        with pytest.raises(PacelineError, match="No space left"):
-            lines.write(LONG)
-        disk.make_room()
-        answers = [None, PeerLost("outside")]
-
-        def require() -> None:
-            if (error := answers.pop(0)) is not None:
-                raise error
-
-        with pytest.raises(PeerLost):
-            lines.write("second", require)
+        monkeypatch.setattr(time, "sleep", lambda seconds: disk.make_room())
+        lines.write(LONG, Check(True, out=True).both)  # no further look
         lines.close()
         assert lines.path.read_text() == f"{LONG}\n"
+
+
+def test_a_line_that_waits_for_room_is_not_written_by_a_process_that_is_outside_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        lines = LineFile(disk.path / "lines")
+        disk.fill(leave=0)
+        monkeypatch.setattr(time, "sleep", lambda seconds: disk.make_room())
+        with pytest.raises(PeerLost):
+            lines.write("first", Check(True, False, out=True).both)
+        lines.close()
+        assert lines.path.read_text() == ""
 
 
 def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:

@@ -221,25 +221,26 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 
 def requires_later_looks(run: Run, recorder: Recorder, folder: Path, **step: object) -> None:
     """Require that a member that is stopped after an early look at the lease writes no result."""
-    looks: list[int] = []
+    looks: list[str] = []
 
-    def contents() -> list[tuple[bytes, int]]:
-        paths = [path for path in folder.rglob("*") if path.is_file()]
-        return [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
+    def contents() -> list[bytes]:
+        return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
-    for last in (1, 2):
+    def require_member() -> None:
+        looks.append("require")
+        if "lasts" in looks:
+            raise PeerLost("outside")
 
-        def require_member(last: int = last) -> None:
-            looks.append(last)
-            if looks.count(last) > last:
-                raise PeerLost("outside")
+    def lease_lasts() -> bool:
+        looks.append("lasts")
+        return False
 
-        run.require_member = require_member
-        before = contents()
-        with pytest.raises(PeerLost, match="outside"):
-            recorder.event("step", **step)
-        assert looks.count(last) == last + 1
-        assert contents() == before
+    run.require_member, run.lease_lasts = require_member, lease_lasts
+    before = contents()
+    with pytest.raises(PeerLost, match="outside"):
+        recorder.event("step", **step)
+    assert looks == ["require", "require", "lasts", "require"]
+    assert contents() == before
 
 
 STEP = {"generation": 0, "step": 0, "epoch": 0, "first": 0, "last": 8, "cuts": [0, 8], "skipped": 0}

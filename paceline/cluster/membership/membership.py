@@ -181,12 +181,8 @@ class Membership:
         Raises:
             PeerLost: it may not, because the next generation is being decided, or is.
         """
-        while True:
-            if not self.may_write() or self._acceptor.has_promised(generation):
-                number = generation.number
-                raise PeerLost(f"Generation {number} records nothing more: it has ended.")
-            if self._lease.lasts:  # the last look: reading the record takes a while
-                return
+        if not self.may_write() or self._acceptor.has_promised(generation):
+            raise PeerLost(f"Generation {generation.number} records nothing more: it has ended.")
 
     def report_progress(self, generation: Generation, step: int) -> None:
         """Note in which step this member is, once it has completed one of the generation."""
