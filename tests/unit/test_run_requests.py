@@ -69,6 +69,24 @@ def presence(tmp_path: Path) -> Iterator[Callable[..., RunPresence]]:
         each.close()
 
 
+def test_a_folder_that_is_removed_with_its_last_record_is_read_as_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record().write(tmp_path)
+
+    def removed_before(read: Callable[[Path], object]) -> Callable[[Path], object]:
+        def removed(path: Path) -> object:
+            record().remove(tmp_path)
+            return read(path)
+
+        return removed
+
+    for name in ("listdir", "scandir"):  # whichever is used
+        monkeypatch.setattr(os, name, removed_before(getattr(os, name)))
+    assert list(read_records(tmp_path)) == []
+    assert not (tmp_path / "members").exists()
+
+
 def test_a_status_arrives_as_it_was_reported(
     presence: Callable[..., RunPresence], tmp_path: Path
 ) -> None:

@@ -89,8 +89,9 @@ class FolderStore(CompareAndSetStore):
         run = self.path.parent
         with suppress(FileNotFoundError):
             os.rename(self.path, run / _temporary_name())
-        for unfinished in run.glob("tmp=*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes it at this moment
+            for unfinished in run.glob("tmp=*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
         with suppress(OSError):  # not empty: a new start of the run is already here
             run.rmdir()
 

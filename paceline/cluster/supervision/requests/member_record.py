@@ -7,6 +7,7 @@ and start time, runs on this machine. The next start of a machine removes that m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,9 +101,13 @@ class RunProcesses:
 
 def read_records(run: Path) -> Iterator[MemberRecord]:
     """Read a run's records, in the order of their names; a file that is no record is skipped."""
-    for path in sorted((run / FOLDER).glob("*.json")):
-        with suppress(OSError, CommError):  # removed since, or another version's
-            yield MemberRecord.from_text(path.read_bytes())
+    folder, names = run / FOLDER, list[str]()
+    with suppress(OSError):  # there is none; `glob` fails where it is removed at this moment
+        names = sorted(os.listdir(folder))
+    for name in names:
+        if name.endswith(".json"):
+            with suppress(OSError, CommError):  # removed since, or another version's
+                yield MemberRecord.from_text((folder / name).read_bytes())
 
 
 def remove_records_of_machine(run: Path, machine: int) -> None:
