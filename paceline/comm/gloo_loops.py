@@ -6,6 +6,7 @@ the files that each loop has (`/proc/self/fdinfo`).
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -61,35 +62,49 @@ def stop_listening(opened: dict[int, str], address: str) -> list[int]:
     return []
 
 
-def connections_of(loop: int) -> Iterator[int]:
-    """Yield the descriptors of the connections that an event loop of this process has."""
-    for number in _watched(loop):
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(number).st_mode):  # not the pipe that wakes the loop
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # raises where it is the listening socket
-                yield number
+def connections_of(loop: int) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the connections that an event loop of this process has: descriptor, and a duplicate.
+
+    A descriptor that Gloo closes at this moment may be another thread's file at the next: only the
+    duplicate is certainly the connection. It is closed afterwards.
+    """
+    for number, inode in _watched(loop).items():
+        with suppress(OSError), _duplicate(number, inode) as connection:
+            connection.getpeername()  # raises where it is the listening socket
+            yield number, connection
 
 
-def shut_down(number: int) -> None:
-    """Shut a connection down by `shutdown(2)`: both sides' waits end."""
-    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+def shut_down(loops: Sequence[int]) -> None:
+    """Shut the connections of event loops down by `shutdown(2)`: both sides' waits end."""
+    for loop in loops:
+        for _, connection in connections_of(loop):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _watched(loop: int) -> set[int]:
-    """Return the descriptors whose files an event loop of this process has.
+def _duplicate(number: int, inode: int) -> socket.socket:
+    """Duplicate a descriptor; raise OSError where it isn't the socket of that inode (any more)."""
+    copy = os.dup(number)
+    status = os.fstat(copy)
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # or the pipe that wakes a loop
+        os.close(copy)
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return socket.socket(fileno=copy)
+
+
+def _watched(loop: int) -> dict[int, int]:
+    """Return the descriptors whose files an event loop of this process has, and the files' inodes.
 
     A loop names each file by the descriptor that it was added by. In a loop of another thread that
     number may by now be another file's.
     """
-    found = set()
+    found = {}
     with suppress(OSError):  # another thread's loop, which is closed by now
         lines = Path(f"/proc/self/fdinfo/{loop}").read_text()
         for digits, inode in _WATCHED.findall(lines):
             with suppress(OSError):
                 if os.fstat(int(digits)).st_ino == int(inode, 16):
-                    found.add(int(digits))
+                    found[int(digits)] = int(inode, 16)
     return found
 
 

@@ -174,8 +174,7 @@ class ProcessGroupCommunicator:
         with self._ending:
             if self._group is not None and not self._loops:
                 self._group.abort()
-            for number in self._connections():
-                shut_down(number)
+            shut_down(self._loops)
 
     def abort(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.
@@ -184,8 +183,7 @@ class ProcessGroupCommunicator:
         """
         if self._group is None:
             return
-        for number in self._connections():
-            shut_down(number)  # `abort` ends no wait for a peer that is frozen
+        shut_down(self._loops)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
         group, works = self._group, list(self._works)
         self.close()
@@ -197,7 +195,7 @@ class ProcessGroupCommunicator:
 
     def _connections(self) -> list[int]:
         """Return the descriptors of Gloo's connections."""
-        return [number for loop in self._loops for number in connections_of(loop)]
+        return [number for loop in self._loops for number, _ in connections_of(loop)]
 
     def _start(self, name: str, *tensors: Sequence[Any], options: Any) -> Ticket:
         """Start a collective of the group; the options' own root is rank 0."""
