@@ -16,6 +16,7 @@ from tests.harness.processes.fork_server import ServedPopen
 FEW, MANY, LIMIT = 10, 30, 110
 SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
 ARENAS = 10  # anonymous mappings, by which the C library's heaps vary; one a generation: 20 more
+STACKS = 5  # of ended threads, which the C library keeps: 40 MiB at most, 8 MiB each
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.01"),
@@ -37,7 +38,7 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
     few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
     for name in ("files", "threads", "mapped_files", "shared_memory"):
         assert least(many, name) == least(few, name), usage
-    assert least(many, "guards") <= least(few, "guards"), usage
+    assert least(many, "guards") <= least(few, "guards") + STACKS, usage
     assert least(many, "mappings") < least(few, "mappings") + ARENAS, usage
     assert median(each.memory for each in many) < 1.02 * median(each.memory for each in few), usage
 
