@@ -182,6 +182,8 @@ def evaluate(
 ) -> None:
     """Evaluate this rank's share of the data."""
     right, count = torch.zeros((), dtype=torch.float64), torch.zeros(())
+    if case.totals and not case.surviving:
+        world.total(count)  # no rank is in a step any more, whose loss they would survive
     for x, y in world.evaluation(test) if case.surviving else test:
         right += loss_of(model, x, y) * len(x)
         count += len(x)
