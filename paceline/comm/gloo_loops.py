@@ -6,19 +6,33 @@ the files that each loop has (`/proc/self/fdinfo`).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import platform
 import re
 import secrets
 import select
 import socket
 import stat
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _EVENT_LOOP = "anon_inode:[eventpoll]"
-_WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+_WATCHED = re.compile(r"^tfd: +(\d+) .*\bdata: +([0-9a-f]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+_MODIFY = 3  # EPOLL_CTL_MOD
+_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event: events, data
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A file of an event loop: its inode, and what the loop's owner has in its events' data."""
+
+    inode: int
+    data: int
 
 
 def descriptors() -> dict[int, str]:
@@ -68,8 +82,8 @@ def connections_of(loop: int) -> Iterator[tuple[int, socket.socket]]:
     A descriptor that Gloo closes at this moment may be another thread's file at the next: only the
     duplicate is certainly the connection. It is closed afterwards.
     """
-    for number, inode in _watched(loop).items():
-        with suppress(OSError), _duplicate(number, inode) as connection:
+    for number, watched in _watched(loop).items():
+        with suppress(OSError), _duplicate(number, watched.inode) as connection:
             connection.getpeername()  # raises where it is the listening socket
             yield number, connection
 
@@ -82,6 +96,25 @@ def shut_down(loops: Sequence[int]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def report_once(loops: Sequence[int]) -> None:
+    """Let event loops of connections that are shut down rest, after one more event of each.
+
+    Gloo leaves data unread for which a collective that has ended has no more memory. Its loop would
+    be told of that connection again and again, and use up a core until the group is dropped.
+
+    Args:
+        loops: descriptors of event loops whose group exists and is aborted: Gloo adds no connection
+            to them any more. One that it removes at this moment is passed over by the kernel.
+    """
+    for loop in loops:
+        for number, watched in _watched(loop).items():
+            with suppress(OSError), _duplicate(number, watched.inode) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    # By the C library: Python's `epoll.modify` replaces the data, Gloo's pointer.
+                    event = struct.pack(_EVENT, select.EPOLLIN | select.EPOLLET, watched.data)
+                    ctypes.CDLL(None).epoll_ctl(loop, _MODIFY, number, event)
+
+
 def _duplicate(number: int, inode: int) -> socket.socket:
     """Duplicate a descriptor; raise OSError where it isn't the socket of that inode (any more)."""
     copy = os.dup(number)
@@ -92,8 +125,8 @@ def _duplicate(number: int, inode: int) -> socket.socket:
     return socket.socket(fileno=copy)
 
 
-def _watched(loop: int) -> dict[int, int]:
-    """Return the descriptors whose files an event loop of this process has, and the files' inodes.
+def _watched(loop: int) -> dict[int, _Watched]:
+    """Return the descriptors whose files an event loop of this process has.
 
     A loop names each file by the descriptor that it was added by. In a loop of another thread that
     number may by now be another file's.
@@ -101,10 +134,10 @@ def _watched(loop: int) -> dict[int, int]:
     found = {}
     with suppress(OSError):  # another thread's loop, which is closed by now
         lines = Path(f"/proc/self/fdinfo/{loop}").read_text()
-        for digits, inode in _WATCHED.findall(lines):
+        for digits, data, inode in _WATCHED.findall(lines):
             with suppress(OSError):
                 if os.fstat(int(digits)).st_ino == int(inode, 16):
-                    found[int(digits)] = int(inode, 16)
+                    found[int(digits)] = _Watched(inode=int(inode, 16), data=int(data, 16))
     return found
 
 

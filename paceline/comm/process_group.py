@@ -28,6 +28,7 @@ from paceline.comm.forked_children import close_in_children
 from paceline.comm.gloo_loops import (
     connections_of,
     descriptors,
+    report_once,
     shut_down,
     stop_listening,
 )
@@ -48,7 +49,7 @@ class UnfinishedGroups:
 
     Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. The
     destructor of such a group waits for that thread, so no group is dropped before; at the
-    process's end none is dropped at all.
+    process's end none is dropped at all. Its event loops are told of each connection once more.
     """
 
     def __init__(self) -> None:
@@ -61,12 +62,19 @@ class UnfinishedGroups:
         self._drop_finished()
         return len(self._groups)
 
-    def add(self, group: Any, works: Sequence[dist.Work]) -> None:
-        """Drop a group once its collectives have ended: within `_CLOSE_S`, or by a later call."""
+    def add(self, group: Any, works: Sequence[dist.Work], loops: Sequence[int] = ()) -> None:
+        """Drop a group once its collectives have ended: within `_CLOSE_S`, or by a later call.
+
+        Args:
+            group: the group, whose connections are shut down.
+            works: its collectives.
+            loops: the descriptors of its event loops.
+        """
         self._drop_finished()
         deadline = time.monotonic() + _CLOSE_S
         while unfinished := [work for work in works if not work.is_completed()]:
             if time.monotonic() > deadline:
+                report_once(loops)
                 with self._lock:
                     self._groups.append((group, unfinished))
                 return
@@ -185,9 +193,9 @@ class ProcessGroupCommunicator:
             return
         shut_down(self._loops)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
-        group, works = self._group, list(self._works)
+        group, works, loops = self._group, list(self._works), self._loops
         self.close()
-        UNFINISHED.add(group, works)
+        UNFINISHED.add(group, works, loops)
 
     def _is_connected(self) -> bool:
         """Return whether all connections are open that there were at the start."""
