@@ -100,7 +100,7 @@ def report_once(loops: Sequence[int]) -> None:
     """Let event loops of connections that are shut down rest, after one more event of each.
 
     Gloo leaves data unread for which a collective that has ended has no more memory. Its loop would
-    be told of that connection again and again, and use up a core until the group is dropped.
+    get events of that connection again and again, and use up a core until the group is dropped.
 
     Args:
         loops: descriptors of event loops whose group exists and is aborted: Gloo adds no connection

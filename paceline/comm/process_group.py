@@ -49,7 +49,7 @@ class UnfinishedGroups:
 
     Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. The
     destructor of such a group waits for that thread, so no group is dropped before; at the
-    process's end none is dropped at all. Its event loops are told of each connection once more.
+    process's end none is dropped at all. Its event loops get one more event of each connection.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> No
     assert len(set(re.findall(f"{name} was killed by SIGKILL", ended.text))) >= len(lost)
     left = run.count - len(lost)
     words = "process continues" if left == 1 else "processes continue"
-    # A supervisor that doesn't run for 0.2 s tells the cause after the connections' ends.
+    # A supervisor that doesn't run for 0.2 s reports the cause after the connections' ends.
     evidence = r"(was killed by SIGKILL|ended \d+\.\d s ago)"
     assert re.search(rf" {evidence}\. {left} {words} from step ", ended.text), ended.text
     assert "Traceback" not in ended.text

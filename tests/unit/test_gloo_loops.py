@@ -20,7 +20,7 @@ _ADD, _POINTER = 1, 12345  # EPOLL_CTL_ADD; what a loop's owner has in the event
 
 
 class Collective:
-    """Collective that ends never."""
+    """Collective that never ends."""
 
     def is_completed(self) -> bool:
         return False
