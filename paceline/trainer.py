@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
-from paceline.data.loader import Batch, DatabaseLoader
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.loader import Batch
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
+from paceline.run.batches import Batches
 from paceline.run.precision import Precision
 from paceline.run.steps import Steps
 
@@ -33,8 +35,9 @@ class Trainer:
     replica: Replica | AveragedReplica
     steps: Steps
     device: torch.device
-    train: DatabaseLoader
-    test: DatabaseLoader | None
+    decoding: DecodePool
+    train: Batches
+    test: Batches | None
     save: Callable[[], None]
     epochs: int
     num_labels: int
@@ -80,7 +83,8 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         rate = self.schedule.get_last_lr()[0]
-        with self.steps.step(batch.place, learning_rate=rate) as sums:
+        waited = round(1000 * batch.waited, 2)
+        with self.steps.step(batch.place, learning_rate=rate, wait_input_ms=waited) as sums:
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
             add_scores(

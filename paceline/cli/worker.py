@@ -84,9 +84,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             announce=None if link is None else link.announce,
         )
         stack.callback(trainer.replica.close)
-        for loader in (trainer.train, trainer.test):
-            if loader is not None:
-                stack.callback(loader.close)
+        stack.callback(trainer.decoding.close)
         _announce(config, trainer, start)
 
         def report() -> RunStatus:

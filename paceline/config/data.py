@@ -9,6 +9,7 @@ from paceline.config.db import DbType
 from paceline.config.rules import at_least, positive, within
 from paceline.errors import ConfigError
 
+MAX_DECODE_WORKERS = 255
 NO_DATA = "null"  # Caffe2's word for synthetic images
 
 
@@ -62,8 +63,13 @@ class DataConfig:
     color_jitter: float = 0.0
     """Strength of random brightness, contrast and saturation; 0 disables it, 0.4 is usual."""
 
+    decode_workers: int | None = None
+    """Decoding processes per worker; 0 decodes in the training process. By default the number is
+    measured: as many as keep the training steps from waiting for images, up to the worker's share
+    of the machine's cores less one."""
+
     decode_threads: int = 0
-    """Decoding threads per worker; 0 divides the machine's cores among its workers."""
+    """An older name of --decode_workers, in which 0 means that the number is measured."""
 
     bad_records: Literal["stop", "skip"] = "stop"
     """Action on an unreadable record. stop: end the run and report the record. skip: skip it and
@@ -82,8 +88,23 @@ class DataConfig:
                 f"no room for a crop; use --scale {round(self.image_size * 256 / 224)}."
             )
         within("color_jitter", self.color_jitter, 0, 1)
-        at_least(self, 0, "decode_threads")
+        within("decode_threads", self.decode_threads, 0, MAX_DECODE_WORKERS)
+        if self.decode_workers is not None:
+            self._check_decode_workers(self.decode_workers)
         self._check_normalisation()
+
+    @property
+    def fixed_decode_workers(self) -> int | None:
+        """The number of decode processes that the user gave; None: it is measured."""
+        return self.decode_threads or None if self.decode_workers is None else self.decode_workers
+
+    def _check_decode_workers(self, workers: int) -> None:
+        within("decode_workers", workers, 0, MAX_DECODE_WORKERS)
+        if self.decode_threads not in (0, workers):
+            raise ConfigError(
+                f"--decode_threads {self.decode_threads} and --decode_workers {workers} name one "
+                "number, but differ: give --decode_workers alone."
+            )
 
     def _check_normalisation(self) -> None:
         for flag in ("image_mean_per_channel", "image_std_per_channel"):

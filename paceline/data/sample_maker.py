@@ -1,8 +1,8 @@
 """From a record's number to its sample: read, check the label, augment, decode.
 
-What the decode threads run. A sample depends on the seed, the epoch and its record's number, never
-on the thread that makes it or on its place in a batch. A record that gives no sample leaves its
-slot as it is and is reported; what is to be done about it, the loader decides.
+What the decode processes run. A sample depends on the seed, the epoch and its record's number,
+never on the process that makes it or on its place in a batch. A record that gives no sample leaves
+its slot as it is and is an error; what is to be done about it, the loader decides.
 """
 
 from __future__ import annotations
@@ -35,33 +35,25 @@ class SampleMaker:
     fill: Pixels
     num_labels: int | None
 
-    def write(
-        self, epoch: int, records: Indices, images: Pixels, labels: Indices
-    ) -> dict[int, DataError]:
-        """Make samples of records.
+    def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
+        """Draw the random numbers of samples: `transform.draws` for each of (n,) records."""
+        transform = self.transform
+        return uniforms(transform.seed, epoch, records, transform.draws).tolist()  # type: ignore[no-any-return]
+
+    def write(self, index: int, numbers: list[float], out: Pixels) -> int:
+        """Make the sample of a record.
 
         Args:
-            epoch: decides with the records' numbers what is random.
-            records: their numbers, shape (n,).
-            images: receives the pixels, shape (n, image_size, image_size, channels).
-            labels: receives the labels, shape (n,).
+            index: the record's number.
+            numbers: the sample's random numbers, from `numbers`.
+            out: receives the pixels, uint8 of shape (image_size, image_size, channels).
 
         Returns:
-            What is wrong with the records that are damaged, or whose label is out of range, by
-            their numbers, in their order.
-        """
-        transform = self.transform
-        numbers = uniforms(transform.seed, epoch, records, transform.draws).tolist()
-        bad = {}
-        for at, index in enumerate(records.tolist()):
-            try:
-                labels[at] = self._write_one(index, numbers[at], images[at])
-            except DataError as error:
-                bad[index] = error
-        return bad
+            Its label.
 
-    def _write_one(self, index: int, numbers: list[float], out: Pixels) -> int:
-        """Make the sample of a record with its random numbers; return its label."""
+        Raises:
+            DataError: the record is damaged, or its label is out of range.
+        """
         record = self.source[index]
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(

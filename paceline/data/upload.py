@@ -8,10 +8,26 @@ computes at that time; the stream that uses the images waits for them there, no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Batch on the device.
+
+    Attributes:
+        images: float32, shape (n, channels, height, width).
+        labels: int64, shape (n,).
+        copied: event after which the device has read the host's memory; None: it has.
+    """
+
+    images: Tensor
+    labels: Tensor
+    copied: torch.cuda.Event | None
 
 
 class Upload:
@@ -46,38 +62,49 @@ class Upload:
             self._scale = (1 / stds).repeat(width).to(device, torch.float32)
             self._offset = (-means / stds).repeat(width).to(device, torch.float32)
 
-    def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory from which copies to the device are fast."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._side is not None)
-
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, samples: Sequence[tuple[Tensor, Tensor]]) -> Uploaded:
         """Bring a batch to the device.
 
         Args:
-            images: uint8, shape (n, height, width, channels).
-            labels: int64, shape (n,).
-
-        Returns:
-            Images, float32, shape (n, channels, height, width), and labels, both on the device.
+            samples: the batch's parts, each with images, uint8 of shape (m, height, width,
+                channels), and labels, int64 of shape (m,); from pinned memory they are copied
+                without a wait.
         """
         if self._side is None:
-            return self._normalized(images.to(self._device)), labels.to(self._device)
+            images, labels = self._normalized(*self._joined(samples))
+            return Uploaded(images, labels, None)
         with torch.cuda.stream(self._side):
-            bytes_there = images.to(self._device, non_blocking=True)
-            result = self._normalized(bytes_there), labels.to(self._device, non_blocking=True)
+            parts = self._joined(samples)
+            copied = self._side.record_event()
+            images, labels = self._normalized(*parts)
         user = torch.cuda.current_stream(self._device)
         user.wait_stream(self._side)
-        for tensor in result:  # its memory is the side stream's: keep it until the user is through
+        for tensor in (images, labels):  # side stream's memory: keep it until the user is through
             tensor.record_stream(user)
-        return result
+        return Uploaded(images, labels, copied)
 
-    def _normalized(self, images: Tensor) -> Tensor:
-        if images.device.type == "cpu":
+    def _joined(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Copy parts to the device, behind each other; on a CPU images become floats at once."""
+        count = sum(len(labels) for _, labels in samples)
+        first, _ = samples[0]
+        shape = (count, *first.shape[1:])
+        if self._device.type == "cpu":
             # numpy asks for huge pages: the first touch of 4 KiB pages would cost as much again.
-            floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
+            images = torch.from_numpy(np.empty(shape, np.float32))
         else:
-            floats = images.to(torch.float32)
+            images = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        labels = torch.empty(count, dtype=torch.int64, device=self._device)
+        at = 0
+        for part_images, part_labels in samples:
+            part = slice(at, at + len(part_labels))
+            images[part].copy_(part_images, non_blocking=True)
+            labels[part].copy_(part_labels, non_blocking=True)
+            at = part.stop
+        return images, labels
+
+    def _normalized(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        floats = images.to(torch.float32)
         rows = floats.view(-1, self._scale.numel())  # rows: (n · height, width · channels)
         rows.mul_(self._scale).add_(self._offset)
         pixels = floats.permute(0, 3, 1, 2)
-        return pixels if self._channels_last else pixels.contiguous()
+        return pixels if self._channels_last else pixels.contiguous(), labels

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from paceline.config.data import NO_DATA, DataConfig
+from paceline.config.data import MAX_DECODE_WORKERS, NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.open_database import open_database
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.image.augment import Transform
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
@@ -69,10 +70,10 @@ def make_loader(
     config: TrainConfig,
     run: Run,
     device: torch.device,
+    pool: DecodePool,
     source: Source,
     *,
     train: bool,
-    shares: Callable[[int], Sequence[int] | None] = lambda number: None,
 ) -> DatabaseLoader:
     """Make a rank's loader of a source, in the order of training or of evaluation.
 
@@ -80,9 +81,9 @@ def make_loader(
         config: the run's.
         run: the run, whose recorder receives notes of the bad records that are left out.
         device: where batches go.
+        pool: the decode processes.
         source: the records.
         train: shuffled, of another selection each epoch, and augmented; or as evaluation wants it.
-        shares: returns the ranks' shares of a step's global batch, as for `DatabaseLoader`.
 
     Raises:
         ConfigError: fewer samples than workers.
@@ -107,17 +108,37 @@ def make_loader(
         source,
         order,
         transform,
+        pool,
         mean=data.each_channel(data.image_mean_per_channel),
         std=data.each_channel(data.image_std_per_channel),
-        rank_and_size=run.rank_and_size,
-        shares=shares,
         device=device,
-        threads=data.decode_threads or cores_per_worker(group.local_world_size),
         num_labels=data.num_labels,
-        epochs=config.optim.num_epochs,
         skip_bad=data.bad_records == "skip",
         warn=lambda text: run.recorder.event("note", text=text),
         channels_last=config.model.channels_last,
+    )
+
+
+def make_decode_pool(config: TrainConfig, run: Run, device: torch.device) -> DecodePool:
+    """Make the decode processes of a rank, whose number is the user's or measured.
+
+    Args:
+        config: the run's.
+        run: the run, whose recorder receives notes.
+        device: where batches go.
+    """
+    workers = config.data.fixed_decode_workers
+    count = None
+    if workers is None:
+        # One core is the training process's own.
+        limit = cores_per_worker(run.context.group.local_world_size) - 1
+        count = WorkerCount(min(limit, MAX_DECODE_WORKERS))
+    rank = run.context.group.rank
+    return DecodePool(
+        workers or 0,
+        device,
+        count=count,
+        note=lambda text: run.recorder.event("note", text=f"Rank {rank}: {text}"),
     )
 
 

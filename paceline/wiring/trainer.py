@@ -23,6 +23,7 @@ from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
@@ -43,7 +44,7 @@ from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.search.durable_start import DurableStart
-from paceline.wiring.sources import Databases, make_loader, order_of
+from paceline.wiring.sources import Databases, make_decode_pool, make_loader, order_of
 from paceline.wiring.speeds import make_waited
 
 
@@ -93,7 +94,8 @@ def build_trainer(
     model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
     position = start.position
-    loader = partial(make_loader, config, run, device)
+    decoding = make_decode_pool(config, run, device)
+    loader_of = partial(make_loader, config, run, device, decoding)
     speeds = WorkerSpeeds(
         run,
         position,
@@ -102,10 +104,11 @@ def build_trainer(
         report=lambda note: recorder.event("note", text=str(note)),
     )
     speeds.batch_size = config.global_batch
-    train = loader(sources.train, train=True, shares=speeds.shares)
+    batches = partial(Batches, run=run, speeds=speeds, epochs=optim.num_epochs)
+    train = batches(loader=loader_of(sources.train, train=True), trains=True)
     test = None
     if sources.test is not None:
-        test = loader(sources.test, train=False, shares=lambda number: speeds.present_shares())
+        test = batches(loader=loader_of(sources.test, train=False), trains=False)
     optimizer = make_optimizer(model, optim, config.global_batch)
     rate = LearningRate(
         policy=optim.lr_policy,
@@ -211,6 +214,7 @@ def build_trainer(
         replica=replica,
         steps=steps,
         device=device,
+        decoding=decoding,
         train=train,
         test=test,
         save=lambda: save_weights(weights, model) if run.leads else None,

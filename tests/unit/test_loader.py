@@ -85,9 +85,7 @@ def test_a_global_batch_is_bit_identical_for_any_world(world_size: int) -> None:
         alone = epoch_of(loader, epoch=1)
     shares = []
     for rank in range(world_size):
-        with loader_of(
-            source, 10, transform=RICH, rank=rank, world_size=world_size, threads=1 + rank % 3
-        ) as loader:
+        with loader_of(source, 10, transform=RICH, rank=rank, world_size=world_size) as loader:
             shares.append(epoch_of(loader, epoch=1))
     for step, whole in enumerate(alone):
         images, labels = joined([batches[step] for batches in shares])
@@ -96,12 +94,12 @@ def test_a_global_batch_is_bit_identical_for_any_world(world_size: int) -> None:
         assert sum(batches[step].place.weight for batches in shares) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("threads", "prefetch"), [(1, 0), (1, 5), (7, 2)])
-def test_a_batch_does_not_depend_on_threads_or_prefetching(threads: int, prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 5])
+def test_a_batch_does_not_depend_on_what_is_made_ahead(prefetch: int) -> None:
     source = ListSource(photographs(12))
-    with loader_of(source, 5, transform=RICH, threads=3) as loader:
+    with loader_of(source, 5, transform=RICH) as loader:
         expected = [*epoch_of(loader, 0), *epoch_of(loader, 1)]
-    with loader_of(source, 5, transform=RICH, threads=threads, prefetch=prefetch) as loader:
+    with loader_of(source, 5, transform=RICH, prefetch=prefetch) as loader:
         found = [*epoch_of(loader, 0), *epoch_of(loader, 1)]
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.images, theirs.images)
@@ -139,8 +137,7 @@ def test_a_batch_is_that_of_the_rank_at_the_time_it_is_taken() -> None:
         assert torch.equal(found[step].labels, expected.labels)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_batches_begun_for_other_shares_are_those_of_the_new_ones(threads: int) -> None:
+def test_batches_begun_for_other_shares_are_those_of_the_new_ones() -> None:
     planned = [(5, 5), (8, 2), (1, 9), (0, 10), (10, 0), (5, 5), (3, 7)]
     made = []
     for rank in range(2):
@@ -151,7 +148,6 @@ def test_batches_begun_for_other_shares_are_those_of_the_new_ones(threads: int) 
             transform=RICH,
             rank=rank,
             world_size=2,
-            threads=threads,
             shares=lambda number, now=now: planned[now[0]],
         ) as loader:
             batches = []
@@ -237,9 +233,7 @@ def test_the_next_batches_are_made_ahead_and_no_more() -> None:
 def test_nothing_is_made_ahead_beyond_the_last_epoch() -> None:
     read: list[int] = []
     order = Order(size=6, batch_size=2, shuffle=False)
-    with loader_of(
-        ListSource(numbered(6), read.append), 2, order=order, epochs=2, threads=1
-    ) as loader:
+    with loader_of(ListSource(numbered(6), read.append), 2, order=order, epochs=2) as loader:
         loader.batch(1, 1)
         loader.batch(1, 1)  # its one thread has done by now all that was begun before
         assert sorted(set(read)) == [2, 3, 4, 5]  # and not 0 and 1, with which epoch 2 would begin
@@ -304,13 +298,12 @@ def test_a_source_that_hangs_is_an_error_within_the_limit() -> None:
         go_on.set()
 
 
-def test_closing_ends_the_threads() -> None:
+def test_closing_ends_the_thread() -> None:
     before = set(threading.enumerate())
-    with loader_of(SyntheticSource(400, 8, 3, 10), 100, threads=3) as loader:
+    with loader_of(SyntheticSource(400, 8, 3, 10), 100) as loader:
         loader.batch(0, 0)
         threads = set(threading.enumerate()) - before
-        assert 1 <= len(threads) <= 3
-        assert all(thread.name.startswith("paceline-decode") for thread in threads)
+        assert [thread.name for thread in threads] == ["paceline-decode"]
     for thread in threads:
         thread.join(timeout=10)
         assert not thread.is_alive()
@@ -325,7 +318,7 @@ def test_closing_waits_for_what_is_being_read_and_begins_nothing_more() -> None:
         go_on.wait(30)
         read.append(index)
 
-    with loader_of(ListSource(numbered(100), on_read), 100, threads=1, timeout=0.01) as loader:
+    with loader_of(ListSource(numbered(100), on_read), 100, timeout=0.01) as loader:
         with pytest.raises(DataError):
             loader.batch(0, 0)
         assert reading.wait(10)

@@ -168,9 +168,8 @@ def test_otherwise_each_ends_its_batch_with_key_and_remedy(index: int, told: str
 
 def test_the_first_bad_record_of_a_batch_is_the_one_that_is_named() -> None:
     order = Order(size=SIZE, batch_size=SIZE, shuffle=False)
-    for threads in (1, 4):
-        with (
-            loader_of(some_bad(), SIZE, order=order, num_labels=3, threads=threads) as loader,
-            pytest.raises(DataError, match="record 2 "),
-        ):
-            loader.batch(0, 0)
+    with (
+        loader_of(some_bad(), SIZE, order=order, num_labels=3) as loader,
+        pytest.raises(DataError, match="record 2 "),
+    ):
+        loader.batch(0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,23 @@ BASE = (
 )
 
 
+OPEN: list[Trainer] = []  # of the present test
+
+
+@pytest.fixture(autouse=True)
+def close_decode_pools() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().decoding.close()
+
+
 def config_of(*words: str) -> TrainConfig:
     return parse(TrainConfig, [*BASE, *words], prog="paceline train", description="")
 
 
 def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> Trainer:
     config = config_of(*words)
-    return build.build_trainer(
+    trainer = build.build_trainer(
         config,
         run_of(),
         build.open_sources(config),
@@ -42,6 +53,8 @@ def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> T
         folder,
         start,
     )
+    OPEN.append(trainer)
+    return trainer
 
 
 def rates(trainer: Trainer) -> list[float]:
@@ -276,7 +289,8 @@ def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path:
 
     run.may_write = may_write
     sources = build.open_sources(config)
-    build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path).run()
+    OPEN.append(build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
+    OPEN[-1].run()
     assert not answers["may write"]
     assert not list(tmp_path.rglob("step-*.pt"))
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -69,8 +70,11 @@ class Database(Protocol):
 class IndexedSource:
     """Source over a database with an index; it owns the database and closes it.
 
+    A pickled source has its index with it, and opens the database anew at its first read: a
+    database that is open can't pass from one process to another.
+
     Args:
-        database: an open database, which is closed even if the constructor fails.
+        opening: opens the database, which is closed even if the constructor fails.
         folder: the database's folder, which also holds its index and label names. For a minidb, it
             may be the path of the file.
         cache_dir: folder of the index if the database's folder can't be written, or None.
@@ -87,8 +91,11 @@ class IndexedSource:
         DataError: the database is damaged or empty, or its records are of no known format.
     """
 
-    def __init__(self, database: Database, folder: Path, cache_dir: Path | None) -> None:
-        self._database = database
+    def __init__(
+        self, opening: Callable[[], Database], folder: Path, cache_dir: Path | None
+    ) -> None:
+        self._opening = opening
+        self._open: Database | None = opening()
         self._folder = folder
         self.index_note: str | None = None
         try:
@@ -102,8 +109,11 @@ class IndexedSource:
             self.format = self._index.format or self._common_format()
             self.fingerprint = self._digest()
         except BaseException:
-            database.close()
+            self.close()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": None}
 
     def __len__(self) -> int:
         return len(self._index.keys)
@@ -131,7 +141,14 @@ class IndexedSource:
 
     def close(self) -> None:
         """Release the database; no record may be read any more."""
-        self._database.close()
+        if self._open is not None:
+            self._open.close()
+
+    @property
+    def _database(self) -> Database:
+        if self._open is None:
+            self._open = self._opening()
+        return self._open
 
     def _agrees(self, i: int) -> bool:
         """Return whether a record agrees with the saved index."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from paceline.config.db import DbType
@@ -46,4 +47,8 @@ def open_database(
         raise ConfigError(
             f"{path}: the database type is {found}, not {kind}; give --db_type {found}."
         )
-    return IndexedSource(DATABASES[found](path, cache_dir), path, cache_dir)
+    return IndexedSource(partial(_open, found, path, cache_dir), path, cache_dir)
+
+
+def _open(kind: DbType, path: Path, cache_dir: Path | None) -> Database:
+    return DATABASES[kind](path, cache_dir)

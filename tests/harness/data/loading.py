@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
+from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.image.augment import Transform
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.data.order import Order
@@ -30,7 +31,7 @@ class ListSource:
     index_note: str | None = None
     fingerprint = "list"
 
-    def __init__(self, records: list[Record], on_read: Callable[[int], object] = lambda i: None):
+    def __init__(self, records: list[Record], on_read: Callable[[int], object] = abs):
         self._records = records
         self._on_read = on_read
 
@@ -64,21 +65,64 @@ def photographs(count: int) -> list[Record]:
     return records
 
 
+class RankLoader:
+    """A loader, asked by epoch and step for one rank's slices."""
+
+    def __init__(
+        self,
+        loader: DatabaseLoader,
+        rank_and_size: Callable[[], tuple[int, int]],
+        shares: Callable[[int], Sequence[int] | None],
+        prefetch: int,
+        epochs: int | None,
+        close: Callable[[], None],
+    ) -> None:
+        self.loader, self.steps, self.close = loader, loader.order.steps, close
+        self._rank_and_size, self._shares = rank_and_size, shares
+        self._prefetch, self._epochs = prefetch, epochs
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        rank_and_size = self._rank_and_size()
+        steps = [
+            divmod(epoch * self.steps + step + i, self.steps) for i in range(1 + self._prefetch)
+        ]
+        place, *ahead = [
+            self.loader.order.place(at, one, *rank_and_size, self._shares(at * self.steps + one))
+            for at, one in [(epoch, step), *steps[1:]]
+            if self._epochs is None or at < self._epochs
+        ]
+        return self.loader.batch(place, ahead)
+
+
 @contextmanager
-def loader_of(source: Any, batch_size: int, **options: Any) -> Iterator[DatabaseLoader]:
+def loader_of(
+    source: Any,
+    batch_size: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: int = 0,
+    prefetch: int = 2,
+    epochs: int | None = None,
+    shares: Callable[[int], Sequence[int] | None] = lambda number: None,
+    rank_and_size: Callable[[], tuple[int, int]] | None = None,
+    note: Callable[[str], object] = lambda text: None,
+    stopped_after: float = 10.0,
+    **options: Any,
+) -> Iterator[RankLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
-    rank_and_size = options.pop("rank", 0), options.pop("world_size", 1)
-    defaults: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "threads": 2}
-    defaults["rank_and_size"] = lambda: rank_and_size
     transform = options.pop("transform", PLAIN)
-    loader = DatabaseLoader(source, order, transform, device=CPU, **(defaults | options))
+    pool = DecodePool(workers, CPU, note=note, stopped_after=stopped_after)
+    defaults: dict[str, Any] = {"mean": (0.0,), "std": (1.0,)}
+    loader = DatabaseLoader(source, order, transform, pool, device=CPU, **(defaults | options))
+    ranked = rank_and_size or (lambda: (rank, world_size))
     try:
-        yield loader
+        yield RankLoader(loader, ranked, shares, prefetch, epochs, pool.close)
     finally:
-        loader.close()
+        pool.close()
 
 
-def epoch_of(loader: DatabaseLoader, epoch: int = 0) -> list[Batch]:
+def epoch_of(loader: RankLoader, epoch: int = 0) -> list[Batch]:
     return [loader.batch(epoch, step) for step in range(loader.steps)]
 
 

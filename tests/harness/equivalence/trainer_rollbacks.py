@@ -235,8 +235,7 @@ class TrainerRollbacks:
                 backup=backup,
                 announce=self._announce,
             )
-            for part in (trainer.replica, trainer.train, trainer.test):
-                assert part is not None
+            for part in (trainer.replica, trainer.decoding):
                 stack.callback(part.close)
             trainer.steps.recovery.record_start(
                 None,

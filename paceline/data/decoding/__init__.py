@@ -1,0 +1,1 @@
+"""Decode processes: records become pixels in memory that this process and they share."""

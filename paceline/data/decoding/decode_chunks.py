@@ -1,0 +1,89 @@
+"""The loop of a decode process: take a chunk, make its samples in their room, finish it.
+
+The automatic number of decode processes, and --decode_workers 0, run the same loop in a thread of
+the training process.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
+from paceline.data.decoding.ring import MappedRooms, SampleShape
+from paceline.data.sample_maker import SampleMaker
+from paceline.errors import DataError
+
+_LONGEST = 16_000  # characters of a report: a packet of a local socket has room for it
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """Report that a record gives no sample.
+
+    Attributes:
+        serial: number of the batch.
+        record: the record's number.
+        text: what is wrong with it.
+    """
+
+    serial: int
+    record: int
+    text: str
+
+    def pack(self) -> bytes:
+        """Return the report as a packet."""
+        return json.dumps([self.serial, self.record, self.text[:_LONGEST]]).encode()
+
+    @classmethod
+    def unpack(cls, packet: bytes) -> BadRecord:
+        """Read a packet."""
+        return cls(*json.loads(packet))
+
+
+def decode_chunks(
+    worker: int,
+    queue: ChunkQueue,
+    rooms: MappedRooms,
+    reports: socket.socket,
+    makers: Sequence[SampleMaker],
+) -> None:
+    """Make samples until the queue says that this worker ends.
+
+    Args:
+        worker: the worker's number.
+        queue: the queue of chunks.
+        rooms: the rooms of the batches.
+        reports: receives a packet for each record that gives no sample.
+        makers: the sample makers, by number.
+    """
+    while chunk := queue.take(worker):
+        begun = time.thread_time_ns()
+        for report in _make(worker, queue, rooms, chunk, makers[chunk.maker]):
+            reports.send(report.pack())
+        queue.finish(worker, chunk, time.thread_time_ns() - begun)
+
+
+def _make(
+    worker: int, queue: ChunkQueue, rooms: MappedRooms, chunk: Chunk, maker: SampleMaker
+) -> list[BadRecord]:
+    """Make a chunk's samples; return the reports of bad records."""
+    shape = SampleShape(maker.transform.image_size, maker.transform.channels)
+    room = rooms.room(chunk.offset, chunk.count, shape)
+    records = room.records[chunk.begin : chunk.end]
+    numbers = maker.numbers(chunk.epoch, records)
+    bad = []
+    for at, record in enumerate(records.tolist()):
+        sample = chunk.begin + at
+        queue.reach(worker, sample)
+        try:
+            room.labels[sample] = maker.write(record, numbers[at], room.images[sample])
+        except DataError as error:
+            bad.append(BadRecord(chunk.serial, record, str(error)))
+        except Exception as error:
+            text = f"{maker.source.name(record)} can't be decoded: {error!r}."
+            bad.append(BadRecord(chunk.serial, record, text))
+    return bad

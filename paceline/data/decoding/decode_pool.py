@@ -1,0 +1,334 @@
+"""Supervisor of the decode processes of a run, of training and evaluation together.
+
+    loaders ──begin──▶ queue of chunks ──▶ decode processes (or one thread) ──▶ rooms ──▶ loaders
+
+A decode process that is killed is replaced, and its chunk is made again; so is one that is stopped
+while others work. All happens in the caller's thread, when a batch is begun or waited for: nothing
+here competes with the training step for the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
+from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
+from paceline.data.decoding.ring import MappedRooms, Ring, Room, SampleShape
+from paceline.data.decoding.server_process import Ended, ServerProcess
+from paceline.data.decoding.worker_count import WorkerCount
+from paceline.data.order import Indices
+from paceline.data.sample_maker import SampleMaker
+from paceline.errors import DataError, many
+
+_CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own cost
+_CHUNKS = 512  # of a room, at most
+_THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
+_LOOK_S = 1.0  # between two looks at workers that may be stopped
+_STOPPED_S = 10.0  # that a worker may have one chunk, while others finish theirs
+_DEATHS = 3  # of decode processes at one record, until it is named
+_STARTS = 5  # of a decode process that makes no sample, one after another
+_CLOSE_S = 2.0  # Ctrl-C must end a run within five
+
+
+@dataclass(eq=False)
+class Work:
+    """Samples under construction.
+
+    Attributes:
+        serial: its number.
+        maker: the sample maker's number.
+        room: the room that they are written to.
+        slots: its chunks' slots in the queue.
+        bad: what is wrong with its bad records, by number.
+    """
+
+    serial: int
+    maker: int
+    room: Room
+    slots: range
+    bad: dict[int, DataError] = field(default_factory=dict)
+
+
+class DecodePool:
+    """Decode processes, the queue from which they take chunks, and the rooms that they fill.
+
+    Args:
+        workers: number of decode processes; 0: a thread of this process decodes.
+        device: device to which batches go.
+        count: the measured number, asked after each batch, in place of a fixed one.
+        note: called with sentences for the user.
+        stopped_after: seconds after which a worker that finishes no chunk is taken for stopped.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        device: torch.device,
+        *,
+        count: WorkerCount | None = None,
+        note: Callable[[str], object] = lambda text: None,
+        stopped_after: float = _STOPPED_S,
+    ) -> None:
+        self.workers = workers
+        self.count = count
+        self._note = note
+        self._stopped_after = stopped_after
+        self._keeps_thread = device.type != "cuda"
+        self._makers: list[SampleMaker] = []
+        self._closed = False
+        self._serial = 0
+        self._works: dict[int, Work] = {}  # by serial number
+        self._dropped: list[Work] = []  # whose chunks in work haven't ended
+        self._queue = ChunkQueue.create()
+        self._ring = Ring(device)
+        self._reports, self._reported = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._reported.setblocking(False)
+        self._thread: threading.Thread | None = None
+        self._server: ServerProcess | None = None
+        self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
+        self._starts: Counter[int] = Counter()  # by worker, since it made a sample
+        self._made: dict[int, int] = {}  # samples of each worker when it was last started
+        self._killed: set[int] = set()  # workers whose end hasn't been reported yet
+
+    def add(self, maker: SampleMaker) -> int:
+        """Add a sample maker, before the first batch is begun; return its number."""
+        assert self._serial == 0, "decode processes know the makers that there are when they start"
+        self._makers.append(maker)
+        return len(self._makers) - 1
+
+    def begin(self, maker: int, epoch: int, records: Indices) -> Work:
+        """Begin to make samples.
+
+        Args:
+            maker: the sample maker's number.
+            epoch: decides with the records' numbers what is random.
+            records: the records' numbers, shape (n,).
+        """
+        if self._thread is None and self._server is None:
+            self._start()
+        self._reuse_dropped()
+        transform = self._makers[maker].transform
+        count = len(records)
+        room = self._ring.room(count, SampleShape(transform.image_size, transform.channels))
+        room.records[:] = records
+        self._serial += 1
+        size = max(_CHUNK, -(-count // _CHUNKS))
+        chunks = [
+            Chunk(self._serial, maker, epoch, room.offset, count, at, min(at + size, count))
+            for at in range(0, count, size)
+        ]
+        work = Work(self._serial, maker, room, self._queue.submit(chunks))
+        self._works[work.serial] = work
+        return work
+
+    def wait(self, works: Iterable[Work], timeout: float) -> bool:
+        """Wait until samples are made; return whether they are, within `timeout` seconds.
+
+        Raises:
+            DataError: decode processes die again and again.
+        """
+        waited = [work for work in works if not self._queue.is_complete(work.slots)]
+        now = time.monotonic()
+        deadline = now + timeout
+        look = now + _LOOK_S
+        self._attend()
+        while waited := [work for work in waited if not self._queue.is_complete(work.slots)]:
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now >= look:
+                self._kill_stopped(waited)
+                look = now + _LOOK_S
+            self._await_event(min(look, deadline) - now)
+            self._attend()
+        self._receive_reports()  # sent before the chunks were finished
+        return True
+
+    def release(self, work: Work, copied: object = None) -> None:
+        """Give samples up: what is in work ends, the rest isn't begun.
+
+        Args:
+            work: the samples.
+            copied: the event after which the device has read them; None: nothing reads them.
+        """
+        del self._works[work.serial]
+        if self._queue.is_complete(work.slots):
+            self._ring.free(work.room, copied)
+        else:
+            self._queue.withdraw(work.slots)
+            self._dropped.append(work)
+
+    def batch_made(self, samples: int, waited: float) -> None:
+        """Measure: a batch of `samples` was taken after a wait of `waited` seconds."""
+        if self.count is None:
+            return
+        wanted = self.count.batch(samples, waited, self._queue.times(), self.workers)
+        if wanted is not None:
+            self._note(self.count.reason)
+            self._grow(wanted)
+
+    def close(self) -> None:
+        """End thread and processes; a read that hangs is abandoned after two seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.stop(self.workers + 1)
+        self._receive_reports()  # a worker may wait for room to send one
+        ended = True
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+            ended = not self._thread.is_alive()
+        if self._server is not None:
+            self._server.close()
+        self._works.clear()
+        self._reports.close()
+        self._reported.close()
+        if ended:  # a thread that hangs keeps its memory
+            self._ring.close()
+            self._queue.close()
+
+    def _start(self) -> None:
+        if self.workers:
+            self._grow(self.workers)
+            return
+        rooms = MappedRooms(self._ring.descriptor)
+        self._thread = threading.Thread(
+            target=decode_chunks,
+            args=(_THREAD, self._queue, rooms, self._reports, self._makers),
+            name="paceline-decode",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _grow(self, workers: int) -> None:
+        """Let there be so many decode processes."""
+        running = self.workers if self._server is not None else 0
+        self.workers = workers
+        if self._server is None:
+            self._server = self._new_server()
+        for worker in range(running + 1, workers + 1):
+            self._start_process(self._server, worker)
+        if self._thread is not None and not self._keeps_thread:
+            # It would contend with the step for the interpreter's lock.
+            self._queue.retire(_THREAD)
+
+    def _start_process(self, server: ServerProcess, worker: int) -> None:
+        self._made[worker] = self._queue.samples(worker)
+        server.start(worker)
+
+    def _new_server(self) -> ServerProcess:
+        return ServerProcess(self._queue, self._ring.descriptor, self._reports, self._makers)
+
+    def _await_event(self, seconds: float) -> None:
+        """Wait for a complete room, a report, or the end of a process."""
+        _, _, complete = self._queue.descriptors
+        readable: list[int | socket.socket] = [complete, self._reported]
+        if self._server is not None:
+            readable.append(self._server.socket)
+        poll = select.poll()
+        for each in readable:
+            poll.register(each, select.POLLIN)
+        poll.poll(max(0, 1000 * seconds))
+        with suppress(BlockingIOError):
+            os.eventfd_read(complete)
+
+    def _attend(self) -> None:
+        """Receive reports, and replace processes that have ended."""
+        self._receive_reports()
+        if self._server is None:
+            return
+        ended = self._server.ended()
+        if not self._server.alive:
+            self._server.socket.close()
+            self._server = self._new_server()
+        for each in ended:
+            self._replace(self._server, each)
+
+    def _receive_reports(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                report = BadRecord.unpack(self._reported.recv(1 << 16))
+                if report.serial in self._works:
+                    self._works[report.serial].bad[report.record] = DataError(report.text)
+
+    def _replace(self, server: ServerProcess, ended: Ended) -> None:
+        """Start another process in place of one that has ended, and make its chunk again.
+
+        Raises:
+            DataError: three have died at one record, or it has ended five times without a sample.
+        """
+        self._killed.discard(ended.worker)
+        again = "it is replaced"
+        for chunk, sample in self._queue.put_back(ended.worker):
+            again = f"it is replaced, and its {many(chunk.end - chunk.begin, 'image')} made again"
+            if chunk.serial in self._works and ended.status is not None:
+                record = int(self._works[chunk.serial].room.records[sample])
+                self._count_death(chunk.maker, record, ended)
+        if self._queue.samples(ended.worker) > self._made[ended.worker]:
+            self._starts[ended.worker] = 0
+        self._starts[ended.worker] += 1
+        if self._starts[ended.worker] >= _STARTS:
+            raise DataError(
+                f"A decode process has ended {_STARTS} times before it made an image; the last "
+                f"one {ended}. Use --decode_workers 0 to decode in the training process, which "
+                "shows the reason."
+            )
+        self._note(f"Decode process {ended.worker} (pid {ended.process}) {ended}; {again}.")
+        self._start_process(server, ended.worker)
+
+    def _count_death(self, maker: int, record: int, ended: Ended) -> None:
+        """Count the death of a process that decoded a record.
+
+        Raises:
+            DataError: it is the third at this record.
+        """
+        self._deaths[maker, record] += 1
+        if self._deaths[maker, record] >= _DEATHS:
+            raise DataError(
+                f"{_DEATHS} decode processes have died while they decoded "
+                f"{self._makers[maker].source.name(record)}; the last one {ended}. Its image takes "
+                "too much memory, or the decoder fails: remove this record from the database."
+            )
+
+    def _kill_stopped(self, works: Sequence[Work]) -> None:
+        """Kill the processes that hold up samples because they are stopped."""
+        if self._server is None:
+            return
+        for work in works:
+            for worker, others_work in self._queue.overdue(work.slots, self._stopped_after):
+                process = self._server.processes.get(worker)
+                if worker in self._killed:
+                    self._server.kill_all()  # it reports nothing, so that it is stopped itself
+                elif process is not None and (others_work or _is_stopped(process)):
+                    self._killed.add(worker)
+                    self._note(
+                        f"Decode process {worker} (pid {process}) has made nothing for "
+                        f"{self._stopped_after:g} s, and is killed."
+                    )
+                    self._server.kill(worker)
+
+    def _reuse_dropped(self) -> None:
+        for work in list(self._dropped):
+            if self._queue.is_complete(work.slots):
+                self._dropped.remove(work)
+                self._ring.free(work.room)
+
+
+def _is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # it has ended
+        return False
+    return text.rpartition(")")[2].split()[0] in "Tt"

@@ -1,0 +1,190 @@
+"""Ring of rooms: memory that decode processes fill with the samples of batches.
+
+    one file in memory (memfd)   │ room │ room │ room │ …
+    a room                       records (n,) │ labels (n,) │ pixels (n, size, size, channels)
+
+A room is used again once its batch is on the device. Where batches become larger than the free
+rooms, new rooms take their place at the file's end, and the old ones' memory is given back. A memfd
+needs no room in /dev/shm, which is small in containers. For a device, rooms are pinned: copies to
+the device need no further copy, and the host doesn't wait for them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.order import Indices
+from paceline.data.source import Pixels
+from paceline.errors import DataError
+
+_PAGE = mmap.PAGESIZE
+_MAPPED = 16  # rooms that a decode process keeps mapped
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """Shape of a sample: (size, size, channels) bytes.
+
+    Attributes:
+        size: height and width in pixels.
+        channels: 1 (grey) or 3 (RGB).
+    """
+
+    size: int
+    channels: int
+
+    def room_bytes(self, count: int) -> int:
+        """Return the bytes of a room for `count` samples, in whole pages."""
+        return -(-count * (16 + self.size**2 * self.channels) // _PAGE) * _PAGE
+
+
+class Room:
+    """Room of a batch: its records' numbers, their labels and their pixels.
+
+    Attributes:
+        offset: where the room begins in the file, in bytes.
+        records: int64, shape (n,).
+        labels: int64, shape (n,).
+        images: uint8, shape (n, size, size, channels).
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int, count: int, shape: SampleShape) -> None:
+        self.offset = offset
+        self.records: Indices = np.frombuffer(memory, np.int64, count)
+        self.labels: Indices = np.frombuffer(memory, np.int64, count, 8 * count)
+        pixels = (count, shape.size, shape.size, shape.channels)
+        images = np.frombuffer(memory, np.uint8, int(np.prod(pixels)), 16 * count)
+        self.images: Pixels = images.reshape(pixels)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Mapped memory of a room."""
+
+    map: mmap.mmap
+    offset: int
+    size: int
+    registered: bool
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self.map, np.uint8).ctypes.data)
+
+
+class Ring:
+    """Ring of rooms in the process that fills them with work.
+
+    Args:
+        device: device to which batches go; rooms are pinned for CUDA.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.descriptor = os.memfd_create("paceline-batches", os.MFD_CLOEXEC)
+        self._device = device
+        self._end = 0
+        self._free: list[_Memory] = []
+        self._used: dict[int, _Memory] = {}  # by offset
+        self._uploading: list[tuple[Any, int]] = []  # (event of the copy to the device, offset)
+
+    def room(self, count: int, shape: SampleShape) -> Room:
+        """Take a room for `count` samples.
+
+        Raises:
+            DataError: there is no memory for another room.
+        """
+        for event, offset in list(self._uploading):
+            if event.query():
+                self._uploading.remove((event, offset))
+                self._free.append(self._used.pop(offset))
+        size = shape.room_bytes(count)
+        fitting = [memory for memory in self._free if memory.size >= size]
+        if fitting:
+            memory = min(fitting, key=lambda each: each.size)
+            self._free.remove(memory)
+        else:
+            self._release_free()
+            memory = self._new(size)
+        self._used[memory.offset] = memory
+        return Room(memory.map, memory.offset, count, shape)
+
+    def free(self, room: Room, copied: Any = None) -> None:
+        """Give a room back.
+
+        Args:
+            room: one that no process writes to any more.
+            copied: the event after which the device has read it; None: nothing reads it.
+        """
+        if copied is None:
+            self._free.append(self._used.pop(room.offset))
+        else:
+            self._uploading.append((copied, room.offset))
+
+    def close(self) -> None:
+        """Give all memory back; no room may be used any more."""
+        for event, _ in self._uploading:
+            event.synchronize()
+        self._free += self._used.values()
+        self._used.clear()
+        self._release_free()
+        os.close(self.descriptor)
+
+    def _new(self, size: int) -> _Memory:
+        try:
+            os.ftruncate(self.descriptor, self._end + size)
+            memory = mmap.mmap(self.descriptor, size, offset=self._end)
+        except OSError as error:
+            raise DataError(
+                f"There is no memory for a batch of {size >> 20} MiB ({error.strerror}): use a "
+                "smaller --batch_size."
+            ) from error
+        made = _Memory(memory, self._end, size, registered=self._device.type == "cuda")
+        if made.registered:
+            _check(torch.cuda.cudart().cudaHostRegister(made.address, size, 0))
+        self._end += size
+        return made
+
+    def _release_free(self) -> None:
+        """Give the memory of the free rooms back to the system."""
+        for memory in self._free:
+            if memory.registered:
+                _check(torch.cuda.cudart().cudaHostUnregister(memory.address))
+            # Arrays may still refer to the mapping, which ends with the last of them.
+            memory.map.madvise(mmap.MADV_REMOVE)
+        self._free.clear()
+
+
+class MappedRooms:
+    """Rooms of a ring in a process that fills them.
+
+    Args:
+        descriptor: the ring's file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rooms: dict[tuple[int, int, SampleShape], Room] = {}
+
+    def room(self, offset: int, count: int, shape: SampleShape) -> Room:
+        """Map a room of `count` samples at an offset."""
+        key = (offset, count, shape)
+        if key not in self._rooms:
+            if len(self._rooms) == _MAPPED:
+                del self._rooms[next(iter(self._rooms))]
+            memory = mmap.mmap(self._descriptor, shape.room_bytes(count), offset=offset)
+            self._rooms[key] = Room(memory, offset, count, shape)
+        return self._rooms[key]
+
+
+def _check(status: Any) -> None:
+    """Raise what CUDA's runtime reports."""
+    if int(status) != 0:
+        raise DataError(f"CUDA can't pin the memory of a batch (error {int(status)}).")

@@ -1,0 +1,154 @@
+"""The fork server as the training process sees it: started, asked for decode processes, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from paceline.data.decoding.chunk_queue import ChunkQueue
+from paceline.data.decoding.fork_server import BOOT, ServerSetup
+from paceline.data.sample_maker import SampleMaker
+
+_END_S = 1.0  # within which decode processes end by themselves
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Report that a decode process has ended.
+
+    Attributes:
+        worker: the worker's number.
+        process: its process id, or 0.
+        status: its exit status, or minus the signal that killed it; None: unknown, because the
+            server ended too.
+    """
+
+    worker: int
+    process: int
+    status: int | None
+
+    def __str__(self) -> str:
+        if self.status is None:
+            return "ended with its server"
+        if self.status < 0:
+            return f"was killed by {signal.Signals(-self.status).name}"
+        return f"ended with status {self.status}"
+
+
+class ServerProcess:
+    """Running fork server and its decode processes.
+
+    Args:
+        queue: the queue of chunks.
+        ring: the descriptor of the rooms' memory.
+        reports: the socket to which decode processes send reports.
+        makers: the sample makers, by number.
+
+    Attributes:
+        processes: process ids of decode processes that run, by worker.
+        socket: socket that becomes readable when `ended` has something to return.
+    """
+
+    def __init__(
+        self, queue: ChunkQueue, ring: int, reports: socket.socket, makers: Sequence[SampleMaker]
+    ) -> None:
+        self.processes: dict[int, int] = {}
+        self._requested: set[int] = set()
+        self.socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = ServerSetup(
+            makers=tuple(makers), queue=queue.descriptors, ring=ring, reports=reports.fileno()
+        )
+        # A file, since the server reads it only once it has imported what it needs.
+        file = os.memfd_create("paceline-makers", os.MFD_CLOEXEC)
+        try:
+            with open(file, "wb", closefd=False) as written:
+                pickle.dump(setup, written)
+            os.lseek(file, 0, os.SEEK_SET)
+            argument = json.dumps([requests.fileno(), file, os.getpid(), sys.path])
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", BOOT, argument],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(requests.fileno(), file, ring, reports.fileno(), *queue.descriptors),
+                start_new_session=True,  # signals from a terminal are for the training process
+            )
+        finally:
+            os.close(file)
+            requests.close()
+
+    def start(self, worker: int) -> None:
+        """Request a decode process."""
+        self._requested.add(worker)
+        with suppress(BrokenPipeError, ConnectionResetError):  # `ended` reports the server's end
+            self.socket.send(json.dumps({"start": worker}).encode())
+
+    def ended(self) -> list[Ended]:
+        """Receive the server's events; return the workers whose processes have ended."""
+        found: list[Ended] = []
+        while select.select([self.socket], [], [], 0)[0]:
+            try:
+                packet = self.socket.recv(1 << 16)
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                return [*found, *self._all_ended()]
+            event = json.loads(packet)
+            worker = event["worker"]
+            self._requested.discard(worker)
+            if "process" in event:
+                self.processes[worker] = event["process"]
+            else:
+                process = self.processes.pop(worker, 0)
+                found.append(Ended(worker, process, event["ended"]))
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server itself runs."""
+        return self._server.poll() is None
+
+    def kill(self, worker: int) -> None:
+        """Kill a decode process."""
+        with suppress(ProcessLookupError, KeyError):
+            os.kill(self.processes[worker], signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill the server, and with it all decode processes."""
+        self._server.kill()
+
+    def close(self) -> None:
+        """End the server and its decode processes; those in the middle of a read are killed."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        while self.processes and poll.poll(1000 * _END_S):
+            self.ended()
+        self.socket.close()
+        try:
+            self._server.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def _all_ended(self) -> list[Ended]:
+        """Wait until the kernel has killed all processes of a server that ended."""
+        self._server.kill()
+        self._server.wait()
+        ended = []
+        for worker, process in self.processes.items():
+            with suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(process)
+                select.select([pidfd], [], [])
+                os.close(pidfd)
+            ended.append(Ended(worker, process, None))
+        ended += [Ended(worker, 0, None) for worker in self._requested]
+        self.processes.clear()
+        self._requested.clear()
+        return ended

@@ -1,0 +1,70 @@
+"""Batches of this rank's slices of the global batches, the next few made ahead.
+
+    step t   ──▶  slices of t, t + 1, t + 2  ──▶  loader: batch of t; t + 1 and t + 2 are begun
+
+Slices are those of the present generation and of the present shares: a slice that was begun ahead
+may be another one when its step comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.data.batch_slice import BatchSlice
+from paceline.data.loader import Batch, DatabaseLoader
+from paceline.run.run import Run
+from paceline.run.worker_speeds import WorkerSpeeds
+
+_AHEAD = 2  # batches
+
+
+@dataclass(kw_only=True, eq=False)
+class Batches:
+    """Batches of a loader by their step.
+
+    Attributes:
+        loader: the loader.
+        run: the run, which knows the rank and the world size.
+        speeds: has the ranks' shares of the global batch.
+        epochs: number of epochs of the run, after which nothing is made ahead.
+        trains: whether steps are those of the training; the batches of an evaluation are divided by
+            the present shares.
+    """
+
+    loader: DatabaseLoader
+    run: Run
+    speeds: WorkerSpeeds
+    epochs: int
+    trains: bool
+
+    @property
+    def steps(self) -> int:
+        """Number of steps per epoch."""
+        return self.loader.order.steps
+
+    @property
+    def samples(self) -> int:
+        """Number of samples per epoch, over all ranks."""
+        return self.loader.order.samples
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        """Take this rank's share of a global batch, and begin the ones after it.
+
+        Raises:
+            IndexError: the epoch has no such step.
+            DataError: see `DatabaseLoader.batch`.
+        """
+        following = (divmod(step + more, self.steps) for more in range(1, _AHEAD + 1))
+        later = [(epoch + more, at) for more, at in following]
+        ahead = [self._slice(*each) for each in later if each[0] < self.epochs]
+        return self.loader.batch(self._slice(epoch, step), ahead)
+
+    def close(self) -> None:
+        """Drop what was begun."""
+        self.loader.close()
+
+    def _slice(self, epoch: int, step: int) -> BatchSlice:
+        rank, world_size = self.run.rank_and_size()
+        number = epoch * self.steps + step
+        shares = self.speeds.shares(number) if self.trains else self.speeds.present_shares()
+        return self.loader.order.place(epoch, step, rank, world_size, shares)
