@@ -59,6 +59,7 @@ class Trainer:
         started = time.perf_counter()
         rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
+        waiting = self.train.end_epoch(time.perf_counter() - started)
         tested = self._evaluate(epoch) if self.test is not None else None
         self.steps.run.recorder.event(
             "epoch",
@@ -66,6 +67,7 @@ class Trainer:
             seconds=time.perf_counter() - started,
             batches=self.train.steps,
             learning_rate=rate,
+            wait_input=waiting,
             samples=trained.samples,
             loss=trained.loss,
             accuracy=trained.accuracy,

@@ -117,6 +117,7 @@ class DatabaseLoader:
 
     Attributes:
         order: the order.
+        pool: the decode processes.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class DatabaseLoader:
         timeout: float = 600.0,
     ) -> None:
         self.order = order
-        self._pool = pool
+        self.pool = pool
         self._timeout = timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
         fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
@@ -188,7 +189,7 @@ class DatabaseLoader:
             self._release(parts)
             raise
         self._release(parts, uploaded.copied)
-        self._pool.batch_made(len(uploaded.labels), waited)
+        self.pool.batch_made(len(uploaded.labels), waited)
         return Batch(images=uploaded.images, labels=uploaded.labels, place=place, waited=waited)
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ class DatabaseLoader:
         if epoch not in self._indices:
             self._indices[epoch] = self.order.epoch_indices(epoch)
         records = self._indices[epoch][positions.start : positions.stop]
-        work = self._pool.begin(self._maker, epoch, records)
+        work = self.pool.begin(self._maker, epoch, records)
         return _Part(work, positions.start, 0, len(records))
 
     def _release(self, parts: Sequence[_Part], copied: object = None) -> None:
@@ -242,7 +243,7 @@ class DatabaseLoader:
             self._uses[serial] -= 1
             if not self._uses[serial]:
                 del self._uses[serial]
-                self._pool.release(part.work, copied)
+                self.pool.release(part.work, copied)
 
     def _good(
         self, parts: Sequence[_Part], bad: Mapping[int, DataError]
@@ -260,7 +261,7 @@ class DatabaseLoader:
 
     def _finish(self, parts: Sequence[_Part], place: BatchSlice) -> dict[int, DataError]:
         """Wait until a batch is made, and return what is wrong with its bad records, in order."""
-        if not self._pool.wait([part.work for part in parts], self._timeout):
+        if not self.pool.wait([part.work for part in parts], self._timeout):
             raise DataError(
                 f"the batch of epoch {place.epoch}, step {place.step} wasn't read within "
                 f"{self._timeout:g} s: the database's disk or network doesn't respond; repair it, "

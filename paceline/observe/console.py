@@ -26,6 +26,7 @@ from paceline.recorder import NullRecorder
 
 LIVE_INTERVAL = 0.2  # seconds between looks, on a terminal
 PIPE_INTERVAL = 10.0  # and in a pipe
+_SHOWN_WAIT = 0.01  # share of the time that steps waited for input; less isn't shown
 BAR_WIDTH = 24  # columns, where there is room
 
 
@@ -38,10 +39,11 @@ class Console(NullRecorder):
             members a line of its own has told).
         step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
             so far, in the form that the score counter returns), exposed_ms (how long the rank
-            waited for the exchange, if measured).
+            waited for the exchange, if measured), wait_input_ms (how long it waited for its
+            batch).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
-            without test data).
+            without test data), wait_input (share of the time that steps waited for batches).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
         end: none.
@@ -77,6 +79,7 @@ class Console(NullRecorder):
         self._rate = ProgressRate(self._shown)
         self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
         self._exposed: list[float] = []  # ms, of the steps since the last look
+        self._waited_input = 0.0  # ms, likewise
         self._slowest = ""  # the rank that is slower than others
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
 
@@ -122,8 +125,11 @@ class Console(NullRecorder):
         self._samples += fields["samples"]
         if self._world_size > 1 and "exposed_ms" in fields:
             self._exposed.append(fields["exposed_ms"])
+        self._waited_input += fields.get("wait_input_ms", 0.0)
         if now - self._shown < self._interval:
             return
+        waiting = self._waited_input / (1000 * (now - self._shown))
+        self._waited_input = 0.0
         self._shown = now
         left = self._rate.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
         loss, right, _, samples = fields["sums"][:BATCH_SUMS]
@@ -136,6 +142,7 @@ class Console(NullRecorder):
         if self._exposed:
             parts.append(f"{sum(self._exposed) / len(self._exposed):,.1f} ms exposed")
             self._exposed.clear()
+        parts += _input_part(waiting)
         parts += [self._slowest] if self._slowest else []
         done, steps = fields["epoch_step"] + 1, fields["steps"]
         self._show(f"epoch {fields['epoch'] + 1}/{self._epochs}", done, steps, parts)
@@ -165,6 +172,7 @@ class Console(NullRecorder):
             parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
         if fields.get("top5") is not None and self._labels > 5:  # otherwise it is 100%
             parts.append(f"top-5 {fields['top5']:.2%}")
+        parts += _input_part(fields.get("wait_input", 0.0))
         parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
         text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
         self._terminal.line(text, style="bold")
@@ -183,3 +191,8 @@ class Console(NullRecorder):
         filled = width * done // steps
         progress = Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
         self._terminal.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
+
+
+def _input_part(share: float) -> list[str]:
+    """Show the share of the time that steps waited for batches, where it is worth a look."""
+    return [f"input waits {share:.0%}"] if share >= _SHOWN_WAIT else []

@@ -16,6 +16,7 @@ from paceline.run.run import Run
 from paceline.run.worker_speeds import WorkerSpeeds
 
 _AHEAD = 2  # batches
+_NAMED = 0.05  # share of the time that steps waited for batches, above which a note names it
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +37,7 @@ class Batches:
     speeds: WorkerSpeeds
     epochs: int
     trains: bool
+    _waited: float = 0.0  # seconds, in the present epoch
 
     @property
     def steps(self) -> int:
@@ -57,7 +59,26 @@ class Batches:
         following = (divmod(step + more, self.steps) for more in range(1, _AHEAD + 1))
         later = [(epoch + more, at) for more, at in following]
         ahead = [self._slice(*each) for each in later if each[0] < self.epochs]
-        return self.loader.batch(self._slice(epoch, step), ahead)
+        batch = self.loader.batch(self._slice(epoch, step), ahead)
+        self._waited += batch.waited
+        return batch
+
+    def end_epoch(self, seconds: float) -> float:
+        """Return the share of an epoch's time for which this rank's steps waited for batches.
+
+        Where it is above 5%, a note names what shortens the waits.
+
+        Args:
+            seconds: the time that the epoch's steps have taken.
+        """
+        share = self._waited / seconds
+        self._waited = 0.0
+        remedy = self.loader.pool.remedy()
+        if share > _NAMED:
+            rank, _ = self.run.rank_and_size()
+            text = f"Rank {rank} waited for images {share:.0%} of the epoch's time: {remedy}"
+            self.run.recorder.event("note", text=text)
+        return share
 
     def close(self) -> None:
         """Drop what was begun."""

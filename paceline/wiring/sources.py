@@ -12,7 +12,6 @@ from paceline.config.data import MAX_DECODE_WORKERS, NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.open_database import open_database
 from paceline.data.decoding.decode_pool import DecodePool
-from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.image.augment import Transform
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
@@ -127,18 +126,14 @@ def make_decode_pool(config: TrainConfig, run: Run, device: torch.device) -> Dec
         run: the run, whose recorder receives notes.
         device: where batches go.
     """
-    workers = config.data.fixed_decode_workers
-    count = None
-    if workers is None:
-        # One core is the training process's own.
-        limit = cores_per_worker(run.context.group.local_world_size) - 1
-        count = WorkerCount(min(limit, MAX_DECODE_WORKERS))
-    rank = run.context.group.rank
+    group = run.context.group
+    # One core is the training process's own.
+    limit = min(cores_per_worker(group.local_world_size) - 1, MAX_DECODE_WORKERS)
     return DecodePool(
-        workers or 0,
+        config.data.fixed_decode_workers,
         device,
-        count=count,
-        note=lambda text: run.recorder.event("note", text=f"Rank {rank}: {text}"),
+        limit=limit,
+        note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
     )
 
 

@@ -32,7 +32,7 @@ _SLOTS = 8192  # chunks that are submitted and not finished, at most
 _WAITING, _FINISHED = 0, -1
 _HEAD, _TAIL, _STOPPED = 0, 1, 2  # header: where to look for a waiting chunk; end; all must end
 _HEADER = 8
-_AT, _SAMPLES, _BUSY, _COMPUTED, _LAST, _RETIRED = range(6)  # a worker's row
+_AT, _SAMPLES, _BUSY, _RUNNABLE, _LAST, _RETIRED = range(6)  # a worker's row
 _WORKER = 8  # cells of a worker's row
 _CHUNK = 10  # of a chunk's
 _CELLS = _HEADER + MAX_WORKERS * _WORKER + _SLOTS * (_CHUNK + 2)
@@ -71,11 +71,28 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """Sums over workers: samples made, and seconds of wall clock and of processor time for them."""
+    """Sums over workers.
+
+    Attributes:
+        samples: samples made.
+        busy: seconds spent on them.
+        runnable: seconds of these in which the worker wasn't blocked by the disk.
+    """
 
     samples: int
     busy: float
-    computed: float
+    runnable: float
+
+    def since(self, earlier: WorkerTimes) -> WorkerTimes:
+        """Return the difference."""
+        return WorkerTimes(
+            samples=self.samples - earlier.samples,
+            busy=self.busy - earlier.busy,
+            runnable=self.runnable - earlier.runnable,
+        )
+
+
+NOTHING_MADE = WorkerTimes(samples=0, busy=0.0, runnable=0.0)
 
 
 class ChunkQueue:
@@ -189,8 +206,8 @@ class ChunkQueue:
 
     def times(self) -> WorkerTimes:
         """Sum what all workers have made so far."""
-        samples, busy, computed = self._workers[:, _SAMPLES : _COMPUTED + 1].sum(axis=0).tolist()
-        return WorkerTimes(samples=samples, busy=busy / 1e9, computed=computed / 1e9)
+        samples, busy, runnable = self._workers[:, _SAMPLES : _RUNNABLE + 1].sum(axis=0).tolist()
+        return WorkerTimes(samples=samples, busy=busy / 1e9, runnable=runnable / 1e9)
 
     def samples(self, worker: int) -> int:
         """Return how many samples a worker has made."""
@@ -229,13 +246,13 @@ class ChunkQueue:
         """Note at which sample of its chunk a worker is."""
         self._workers[worker, _AT] = sample
 
-    def finish(self, worker: int, chunk: Chunk, computed: int) -> None:
-        """Finish a worker's chunk, which took `computed` ns of processor time."""
+    def finish(self, worker: int, chunk: Chunk, runnable: int) -> None:
+        """Finish a worker's chunk, for which it was runnable for `runnable` ns."""
         now = time.monotonic_ns()
         row = self._workers[worker]
         row[_SAMPLES] += chunk.end - chunk.begin
         row[_BUSY] += now - self._since[chunk.slot]
-        row[_COMPUTED] += computed
+        row[_RUNNABLE] += runnable
         with self._lock:
             if self._owners[chunk.slot] != worker + 1:
                 return  # this process was taken for dead

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
+from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
 from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
 from paceline.data.decoding.ring import MappedRooms, Ring, Room, SampleShape
 from paceline.data.decoding.server_process import Ended, ServerProcess
@@ -35,9 +36,10 @@ _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own c
 _CHUNKS = 512  # of a room, at most
 _THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
 _LOOK_S = 1.0  # between two looks at workers that may be stopped
-_STOPPED_S = 10.0  # that a worker may have one chunk, while others finish theirs
+_STOPPED_S = 5.0  # that a worker may have one chunk, while others finish theirs
 _DEATHS = 3  # of decode processes at one record, until it is named
 _STARTS = 5  # of a decode process that makes no sample, one after another
+_BLOCKED = 0.5  # share of decoding spent on waits for the disk that names it as the reason
 _CLOSE_S = 2.0  # Ctrl-C must end a run within five
 
 
@@ -64,27 +66,30 @@ class DecodePool:
     """Decode processes, the queue from which they take chunks, and the rooms that they fill.
 
     Args:
-        workers: number of decode processes; 0: a thread of this process decodes.
+        workers: number of decode processes; 0: a thread of this process decodes; None: a measured
+            number (`WorkerCount`).
         device: device to which batches go.
-        count: the measured number, asked after each batch, in place of a fixed one.
+        limit: number of decode processes for which there are cores.
         note: called with sentences for the user.
         stopped_after: seconds after which a worker that finishes no chunk is taken for stopped.
     """
 
     def __init__(
         self,
-        workers: int,
+        workers: int | None,
         device: torch.device,
         *,
-        count: WorkerCount | None = None,
+        limit: int = 0,
         note: Callable[[str], object] = lambda text: None,
         stopped_after: float = _STOPPED_S,
     ) -> None:
-        self.workers = workers
-        self.count = count
+        self.workers = workers or 0
+        self._limit = limit
+        self._count = WorkerCount(limit) if workers is None else None
+        self._before = NOTHING_MADE  # the present epoch
         self._note = note
         self._stopped_after = stopped_after
-        self._keeps_thread = device.type != "cuda"
+        self._device = device
         self._makers: list[SampleMaker] = []
         self._closed = False
         self._serial = 0
@@ -99,7 +104,6 @@ class DecodePool:
         self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
         self._starts: Counter[int] = Counter()  # by worker, since it made a sample
         self._made: dict[int, int] = {}  # samples of each worker when it was last started
-        self._killed: set[int] = set()  # workers whose end hasn't been reported yet
 
     def add(self, maker: SampleMaker) -> int:
         """Add a sample maker, before the first batch is begun; return its number."""
@@ -171,12 +175,30 @@ class DecodePool:
 
     def batch_made(self, samples: int, waited: float) -> None:
         """Measure: a batch of `samples` was taken after a wait of `waited` seconds."""
-        if self.count is None:
+        if self._count is None:
             return
-        wanted = self.count.batch(samples, waited, self._queue.times(), self.workers)
+        wanted = self._count.batch(samples, waited, self._queue.times(), self.workers)
         if wanted is not None:
-            self._note(self.count.reason)
+            self._note(self._count.reason)
             self._grow(wanted)
+
+    def remedy(self) -> str:
+        """Return what shortens the waits for batches, by what was measured since the last call."""
+        times = self._queue.times()
+        made = times.since(self._before)
+        self._before = times
+        blocked = 1 - made.runnable / made.busy if made.busy else 0.0
+        if blocked > _BLOCKED:
+            return (
+                f"decoding waited for the disk {blocked:.0%} of its time; copy the database to a "
+                "faster disk, or to memory."
+            )
+        if self.workers < self._limit:
+            return f"use --decode_workers {self._limit}; {self.workers} are decoding now."
+        cores = "no core is left for more decode processes"
+        if self._device.type == "cuda":
+            return f"{cores}; use --decode_device auto to decode on the GPU."
+        return f"{cores}; store smaller images with paceline db create --resize."
 
     def close(self) -> None:
         """End thread and processes; a read that hangs is abandoned after two seconds."""
@@ -219,7 +241,7 @@ class DecodePool:
             self._server = self._new_server()
         for worker in range(running + 1, workers + 1):
             self._start_process(self._server, worker)
-        if self._thread is not None and not self._keeps_thread:
+        if self._thread is not None and self._device.type == "cuda":
             # It would contend with the step for the interpreter's lock.
             self._queue.retire(_THREAD)
 
@@ -268,7 +290,6 @@ class DecodePool:
         Raises:
             DataError: three have died at one record, or it has ended five times without a sample.
         """
-        self._killed.discard(ended.worker)
         again = "it is replaced"
         for chunk, sample in self._queue.put_back(ended.worker):
             again = f"it is replaced, and its {many(chunk.end - chunk.begin, 'image')} made again"
@@ -305,18 +326,19 @@ class DecodePool:
         """Kill the processes that hold up samples because they are stopped."""
         if self._server is None:
             return
+        if _is_stopped(self._server.pid):
+            self._server.kill()  # it reports no end, and starts nothing
+            return
         for work in works:
             for worker, others_work in self._queue.overdue(work.slots, self._stopped_after):
                 process = self._server.processes.get(worker)
-                if worker in self._killed:
-                    self._server.kill_all()  # it reports nothing, so that it is stopped itself
-                elif process is not None and (others_work or _is_stopped(process)):
-                    self._killed.add(worker)
+                if process is not None and (others_work or _is_stopped(process)):
                     self._note(
                         f"Decode process {worker} (pid {process}) has made nothing for "
                         f"{self._stopped_after:g} s, and is killed."
                     )
-                    self._server.kill(worker)
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
 
     def _reuse_dropped(self) -> None:
         for work in list(self._dropped):

@@ -115,12 +115,12 @@ class ServerProcess:
         """Whether the server itself runs."""
         return self._server.poll() is None
 
-    def kill(self, worker: int) -> None:
-        """Kill a decode process."""
-        with suppress(ProcessLookupError, KeyError):
-            os.kill(self.processes[worker], signal.SIGKILL)
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._server.pid
 
-    def kill_all(self) -> None:
+    def kill(self) -> None:
         """Kill the server, and with it all decode processes."""
         self._server.kill()
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 
-from paceline.data.decoding.chunk_queue import WorkerTimes
+from paceline.data.decoding.chunk_queue import NOTHING_MADE, WorkerTimes
 
 _BATCHES = 8  # of a measurement, at least
 _SECONDS = 2.0  # likewise
@@ -41,7 +41,7 @@ class WorkerCount:
         self._batches = 0
         self._samples = 0
         self._waited = 0.0
-        self._before = WorkerTimes(samples=0, busy=0.0, computed=0.0)
+        self._before = NOTHING_MADE
 
     def batch(self, samples: int, waited: float, made: WorkerTimes, present: int) -> int | None:
         """Measure a batch; return another number of processes, or None.
@@ -66,16 +66,14 @@ class WorkerCount:
             return None
         number = None
         if self._waited > _WAITING * seconds:
-            number = self._wanted(seconds, made, present)
+            number = self._wanted(seconds, made.since(self._before), present)
         self._restart(now, made)
         return number
 
     def _wanted(self, seconds: float, made: WorkerTimes, present: int) -> int | None:
-        busy = made.busy - self._before.busy
-        samples = made.samples - self._before.samples
-        if not samples or busy <= 0:
+        if not made.samples:
             return None
-        rate = samples / busy
+        rate = made.samples / made.busy
         need = self._samples / max(seconds - self._waited, 1e-3 * seconds)
         number = min(self.limit, max(present + 1, math.ceil(_SPARE * need / rate)))
         self.reason = (

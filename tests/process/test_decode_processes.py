@@ -1,0 +1,217 @@
+"""Decode processes: the same bits as in one process, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.data.db.open_database import open_database
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.loader import DatabaseLoader
+from paceline.data.order import Order
+from paceline.data.source import Record
+from paceline.errors import DataError
+from tests.harness.data.databases import key, write_leveldb, write_lmdb, write_minidb
+from tests.harness.data.image_folder import file_of, ramp
+from tests.harness.data.loading import (
+    CPU,
+    PLAIN,
+    RICH,
+    ListSource,
+    RankLoader,
+    epoch_of,
+    loader_of,
+    numbered,
+    photographs,
+)
+from tests.harness.data.record_bytes import encoded_tensorprotos
+
+SEED = random.randrange(10**6)  # each run of the suite kills at other moments
+
+
+class FatalSource(ListSource):
+    """Ends the process that reads record 5, as an image does that takes all memory."""
+
+    def __getitem__(self, index: int) -> Record:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class HangingSource(ListSource):
+    """Never gives a record, as a disk that hangs."""
+
+    def __getitem__(self, index: int) -> Record:
+        select.select([], [], [])
+        raise AssertionError
+
+
+def equal(found: list[Any], expected: list[Any]) -> bool:
+    return all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) and a.place == b.place
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def processes_of(loader: RankLoader) -> dict[int, int]:
+    server = loader.loader.pool._server
+    assert server is not None
+    return server.processes
+
+
+def varied(loader: RankLoader, shares: list[tuple[int, int]]) -> list[Any]:
+    """Batches of an epoch whose shares change at each step, a jump back, another epoch."""
+    batches = []
+    for step, now in enumerate([(5, 5), (8, 2), (1, 9), (10, 0), (3, 7), (5, 5)]):
+        shares[0] = now
+        batches.append(loader.batch(1, step))
+    return [*batches, loader.batch(1, 2), loader.batch(1, 3), *epoch_of(loader, 0)]
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_processes_make_the_bits_of_the_training_process(workers: int) -> None:
+    records = photographs(61)
+    records[7] = Record(b"no image", 0)
+    records[30] = Record(records[30].image, 5)  # there are three labels
+    shares = [(5, 5)]
+    options: dict[str, Any] = {
+        "transform": RICH,
+        "world_size": 2,
+        "shares": lambda number: shares[0],
+        "skip_bad": True,
+        "num_labels": 3,
+    }
+    told: list[list[str]] = [[], []]
+    with loader_of(ListSource(records), 10, **options, warn=told[0].append) as loader:
+        expected = varied(loader, shares)
+    with loader_of(
+        ListSource(records), 10, **options, workers=workers, warn=told[1].append
+    ) as loader:
+        assert equal(varied(loader, shares), expected)
+    assert told[0] == told[1]
+    assert "record 7 can't be decoded" in " ".join(told[1])
+
+
+def test_training_and_evaluation_share_the_processes() -> None:
+    pool = DecodePool(2, CPU)
+    source, order = ListSource(numbered(40)), Order(size=40, batch_size=8, shuffle=False)
+    options: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "device": CPU}
+    train, test = (DatabaseLoader(source, order, PLAIN, pool, **options) for _ in range(2))
+    try:
+        for step in range(4):
+            places = [order.place(0, at, 0, 1) for at in (step, step + 1)]
+            for loader in (train, test):
+                labels = loader.batch(places[0], places[1:]).labels
+                assert labels.tolist() == list(range(8 * step, 8 * step + 8))
+        assert pool._server is not None
+        assert {*pool._server.processes, *pool._server._requested} == {1, 2}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_that_are_killed_or_stopped_are_replaced(kind: signal.Signals) -> None:
+    source = ListSource(photographs(160))
+    chance = random.Random(SEED)
+    with loader_of(source, 16, transform=RICH) as loader:
+        expected = epoch_of(loader)
+    notes: list[str] = []
+    with loader_of(
+        source, 16, transform=RICH, workers=3, note=notes.append, stopped_after=0.1
+    ) as loader:
+        found = []
+        for step in range(loader.steps):
+            found.append(loader.batch(0, step))
+            if step % 3 == 0:
+                os.kill(chance.choice([*processes_of(loader).values()]), kind)
+        assert equal(found, expected), f"seed {SEED}"
+        if kind is signal.SIGKILL:
+            assert any("was killed by SIGKILL; it is replaced" in note for note in notes)
+        assert equal(epoch_of(loader), expected), f"seed {SEED}"
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_fork_server_that_is_killed_or_stopped_is_replaced(kind: signal.Signals) -> None:
+    source = ListSource(photographs(60))
+    with loader_of(source, 12, transform=RICH) as loader:
+        expected = epoch_of(loader)
+    with loader_of(source, 12, transform=RICH, workers=2, stopped_after=0.1) as loader:
+        found = [loader.batch(0, 0)]
+        server = loader.loader.pool._server
+        assert server is not None
+        os.kill(server.pid, kind)
+        for process in server.processes.values():
+            os.kill(process, signal.SIGKILL)
+        found += [loader.batch(0, step) for step in range(1, loader.steps)]
+        assert equal(found, expected)
+
+
+def test_a_record_that_kills_three_processes_is_named() -> None:
+    order = Order(size=8, batch_size=8, shuffle=False)
+    with (
+        loader_of(FatalSource(numbered(8)), 8, order=order, workers=2) as loader,
+        pytest.raises(DataError, match=r"3 decode .* decoded record 5; the last one was killed by"),
+    ):
+        loader.batch(0, 0)
+
+
+def test_a_disk_that_hangs_for_all_is_a_sentence_within_the_limit() -> None:
+    with (
+        loader_of(HangingSource(numbered(8)), 8, workers=2, timeout=0.3) as loader,
+        pytest.raises(DataError, match=r"epoch 0, step 0 wasn't read within 0\.3 s"),
+    ):
+        loader.batch(0, 0)
+
+
+@pytest.mark.parametrize("write", [write_lmdb, write_leveldb, write_minidb])
+def test_processes_open_the_database_themselves(tmp_path: Path, write: Callable[..., None]) -> None:
+    images = [file_of(ramp(12, 10, seed=i), "JPEG") for i in range(20)]
+    values = [(key(i), encoded_tensorprotos(image, i)) for i, image in enumerate(images)]
+    write(tmp_path / "data", values)
+    source = open_database(tmp_path / "data")
+    try:
+        with loader_of(source, 8) as loader:
+            expected = epoch_of(loader)
+        with loader_of(source, 8, workers=2) as loader:
+            assert equal(epoch_of(loader), expected)
+    finally:
+        source.close()
+
+
+ORPHANED = """
+import sys, time
+from tests.harness.data.loading import *
+with loader_of(ListSource(photographs(30)), 4, workers=3) as loader:
+    loader.batch(0, 0)
+    loader.batch(0, 1)
+    server = loader.loader.pool._server
+    print(server.pid, *server.processes.values(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_processes_end_with_a_killed_training_process(stopped: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHANED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as training:
+        assert training.stdout is not None
+        numbers = [int(number) for number in training.stdout.readline().split()]
+        ends = [os.pidfd_open(number) for number in numbers]
+        if stopped:
+            for number in numbers:
+                os.kill(number, signal.SIGSTOP)
+        training.kill()
+        for end in ends:
+            assert select.select([end], [], [], 30)[0]
+            os.close(end)
