@@ -52,23 +52,18 @@ def test_a_section_that_fails_is_a_row_and_the_status_1_while_others_run(
         yield rows.Row(name="third", target=">= 3", measured="2.5", met=False)
 
     file = tmp_path / "gpu.json"
-    for chosen, status in (({"b": broken, "s": slow}, 1), ({"w": wrong}, 1), ({"s": slow}, 0)):
-        monkeypatch.setattr(gpu, "SECTIONS", {name: (run, 60) for name, run in chosen.items()})
-        words = ["gpu.py", "--device", "cpu", "--json", str(file), "--sections", ",".join(chosen)]
-        monkeypatch.setattr("sys.argv", words)
-        assert gpu.main() == status
-        found = [
-            row
-            for part in json.loads(file.read_text())["sections"].values()
-            for row in part["rows"]
-        ]
-        names = [row["name"] for row in found]
-        assert (
-            names
-            == {"b": ["first", "section b", "third"], "w": ["second"], "s": ["third"]}[
-                next(iter(chosen))
-            ]
-        )
+
+    def run(**sections: Any) -> tuple[int, list[str]]:
+        monkeypatch.setattr(gpu, "SECTIONS", {name: (one, 60) for name, one in sections.items()})
+        chosen = ("--json", str(file), "--sections", ",".join(sections))
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", *chosen])
+        status = gpu.main()
+        parts = json.loads(file.read_text())["sections"].values()
+        return status, [row["name"] for part in parts for row in part["rows"]]
+
+    assert run(broken=broken, slow=slow) == (1, ["first", "section broken", "third"])
+    assert run(wrong=wrong) == (1, ["second"])
+    assert run(slow=slow) == (0, ["third"])
     out = capsys.readouterr().out
     assert "no such kernel" in out
     assert "a trace" not in out
