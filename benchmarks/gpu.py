@@ -49,8 +49,8 @@ GRACE = 5.0  # seconds after a section's limit, by which its own waits end
 SECTIONS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
     "correctness": (correctness, 60),
     "waits": (waits, 40),
-    "step": (step, 45),
-    "input": (input_, 145),
+    "step": (step, 42),
+    "input": (input_, 160),
     "decode": (decode, 50),
 }
 """Sections by name: what yields their rows, and their limits in seconds."""

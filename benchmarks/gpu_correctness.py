@@ -19,7 +19,7 @@ from gpu_rows import Row, Setting, failing_alone
 from torch import Tensor
 
 EXACT = 1e-12  # float64, up to the order of summation
-HALF = 2e-3  # float16 rounds products to 11 bits, differently in a smaller batch
+HALF = 5e-3  # float16 rounds products to 11 bits, differently in a smaller batch
 LOSSY = 2e-2  # a lossy wire, with error feedback
 TOGETHER = ("float64", "fp16", "average", "auto")  # in the same two processes
 WIRES = ("bf16-wire", "int8-wire")  # between two machines, as which two launchers count

@@ -59,15 +59,15 @@ TRAINING = Size(
     pixels=224,
     records=40_960,
     workers=(4, 8, 16),
-    untimed=1.0,
-    timed=1.0,
+    untimed=0.7,
+    timed=0.8,
 )
 DECODING = Size(
     model="gated_pooled",
     batch=64,
     pixels=224,
     records=8192,
-    workers=(1, 4, 8, 16),
+    workers=(1, 4, 16),
     untimed=0.3,
     timed=0.8,
 )
@@ -150,7 +150,7 @@ class _Runs:
             *("--device", self._setting.device.type, "--batch_size", str(size.batch)),
             *("--image_size", str(size.pixels)),
         ]
-        untimed = size.untimed * (2.5 if workers else 1)
+        untimed = size.untimed * (3.5 if workers else 1)
         return Contender(command=command, batch=size.batch, untimed=untimed)
 
     def train(self, *flags: str, cores: int = 0, trials: float = 0.0) -> Contender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Self
 from gpu_rows import Setting
 
 HERE = Path(__file__).parent
+_PLACE = re.compile(r'File "[^"]*/(paceline/[^"]+)", line (\d+)')  # of a traceback
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 
 
@@ -87,8 +89,10 @@ class Job:
         """Return an error with what it printed; the full output goes to stderr."""
         print(f"--- {self.name} {what}; it printed:\n{self.text[-6000:]}", file=sys.stderr)
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
-        said = max(lines[-3:], key=_is_error, default="nothing")
-        return JobFailed(f"{self.name} {what}: {said}")
+        said = max(lines[:-4:-1], key=_is_error, default="nothing")  # the last, in doubt
+        places = _PLACE.findall(self.text)
+        at = f" at {':'.join(places[-1])}" if places else ""
+        return JobFailed(f"{self.name} {what}{at}: {said}")
 
     def end(self) -> None:
         """Kill it, and all that it has started: workers have sessions of their own."""
