@@ -23,7 +23,7 @@ from rounds import paired_ratio
 
 from paceline.config.data import DataConfig
 
-FLAGS = {field.name for field in fields(DataConfig)}
+FLAGS = {field.name for field in fields(DataConfig)}  # an earlier version has other ones
 CEILING = "plain torch, synthetic images"
 AUTO_RATIO = 0.97  # to the faster way; less is another choice
 NVJPEG_BATCHES, NVJPEG_BATCH = 10, 256
@@ -257,7 +257,7 @@ def _nvjpeg(device: torch.device) -> Row:
 
 def _names(workers: int) -> tuple[str, str]:
     """Return the names of Paceline's run and DataLoader's."""
-    return f"paceline train, {workers} decode workers", f"DataLoader, {workers} workers"
+    return f"paceline train, {workers} decode processes", f"DataLoader, {workers} workers"
 
 
 def _on(where: str, cores: str) -> str:
