@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,17 +111,18 @@ def _resumed(jobs: Jobs, setting: Setting, first: Job, alone: Result) -> Row:
 
 
 def _results(jobs: Sequence[Job], setting: Setting, case: str, ranks: int = 2) -> list[Result]:
-    """Wait for the processes; return what each rank has trained."""
+    """Wait for the processes; return what each rank has trained, though a later case failed."""
+    failures = []
     for job in jobs:
-        job.require_success()
-    return [_load(setting.folder / f"{case}.{rank}.pt") for rank in range(ranks)]
-
-
-def _load(path: Path) -> Result:
-    if not path.exists():
-        raise JobFailed(f"no rank wrote {path.name}")
-    result: Result = torch.load(path, weights_only=True)
-    return result
+        try:
+            job.require_success()
+        except JobFailed as failed:
+            failures.append(failed)
+    paths = [setting.folder / f"{case}.{rank}.pt" for rank in range(ranks)]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise next(iter(failures), JobFailed(f"no rank wrote {missing[0]}"))
+    return [torch.load(path, weights_only=True) for path in paths]
 
 
 def _row(

@@ -43,6 +43,7 @@ class Job:
         self.name = name
         self._setting = setting
         self._output = setting.folder / f"{name}.txt"
+        self._shown = False
         path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
@@ -86,8 +87,10 @@ class Job:
             raise self.failed(f"ended with status {status}")
 
     def failed(self, what: str) -> JobFailed:
-        """Return an error with what it printed; the full output goes to stderr."""
-        print(f"--- {self.name} {what}; it printed:\n{self.text[-6000:]}", file=sys.stderr)
+        """Return an error with what it printed; the full output goes to stderr, once."""
+        if not self._shown:
+            print(f"--- {self.name} {what}; it printed:\n{self.text[-6000:]}", file=sys.stderr)
+            self._shown = True
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         said = max(lines[:-4:-1], key=_is_error, default="nothing")  # the last, in doubt
         places = _PLACE.findall(self.text)
