@@ -16,6 +16,7 @@ from gpu_rows import Setting
 
 HERE = Path(__file__).parent
 _PLACE = re.compile(r'File "[^"]*/(paceline/[^"]+)", line (\d+)')  # of a traceback
+_ERROR = re.compile(r"paceline: |[\w.]*(Error|Exception)\b")  # of Paceline, and of Python
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 
 
@@ -92,10 +93,10 @@ class Job:
             print(f"--- {self.name} {what}; it printed:\n{self.text[-6000:]}", file=sys.stderr)
             self._shown = True
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
-        said = max(lines[:-4:-1], key=_is_error, default="nothing")  # the last, in doubt
+        said = [line for line in lines if _ERROR.match(line)] or lines or ["nothing"]
         places = _PLACE.findall(self.text)
         at = f" at {':'.join(places[-1])}" if places else ""
-        return JobFailed(f"{self.name} {what}{at}: {said}")
+        return JobFailed(f"{self.name} {what}{at}: {said[-1]}")
 
     def end(self) -> None:
         """Kill it, and all that it has started: workers have sessions of their own."""
@@ -140,7 +141,3 @@ def _descendants(ancestor: int) -> list[int]:
     for pid in found:  # which grows
         found += children.get(pid, [])
     return found[1:]
-
-
-def _is_error(line: str) -> bool:
-    return "rror" in line

@@ -12,6 +12,7 @@ from time import monotonic
 import torch
 from rounds import Interval
 
+WIDTH = 100  # of an error in the table; the JSON file has more
 TITLES = ("", "measured", "result", "target", "ratio to its peer, 95 %")
 
 
@@ -75,7 +76,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The cells of the table."""
         ratio = "" if self.ratio is None else f"{self.ratio:.3f} of {self.peer}"
-        return self.name, self.error or self.measured, self._result, self.target, ratio
+        measured = self.error[:WIDTH] or self.measured
+        return self.name, measured, self._result, self.target, ratio
 
     @property
     def fields(self) -> dict[str, object]:
@@ -99,7 +101,7 @@ def not_measured(name: str, why: str) -> Row:
 def failure(name: str, error: BaseException) -> Row:
     """Return the row of what failed; its cell has the error's last line."""
     text = str(error).strip() or type(error).__name__
-    return Row(name=name, error=text.splitlines()[-1][:200])
+    return Row(name=name, error=text.splitlines()[-1][:1000])
 
 
 def print_rows(rows: Sequence[Row]) -> None:
