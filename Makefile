@@ -7,10 +7,17 @@ STAMP := $(VENV)/.installed
 # Each process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types nixl trackers bench clean help
+# What a machine with torch, NumPy and no network lacks: the other dependencies, and what they need.
+GPU_WHEELS := cloudpickle docstring_parser lmdb markdown-it-py mdurl pillow plyvel protobuf \
+	Pygments redis rich simplejpeg tomli_w typeguard typing_extensions tyro
+# pip takes a wheel for exactly these names.
+GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1
+GPU_OPTIONS ?= --json build/gpu.json
+
+.PHONY: setup demo test lint types nixl trackers bench test-gpu gpu-wheels clean help
 
 help: ## Show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup: $(STAMP) ## Make .venv with Paceline, its commands and the development tools
 
@@ -50,5 +57,23 @@ bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/step.py --links loopback
 	$(BIN)/python benchmarks/checkpoint.py
 
+test-gpu: ## Correctness and speed on a GPU, in under five minutes
+	@mkdir -p build
+	@if [ -d gpu-wheels ] && $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
+			--target build/gpu-site gpu-wheels/*.whl && \
+		PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-site \
+			$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS); \
+	else \
+		$(MAKE) setup && $(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS); \
+	fi
+
+gpu-wheels: setup ## Collect what `make test-gpu` needs on a machine without a network
+	rm -rf gpu-wheels
+	$(BIN)/pip download --quiet --dest gpu-wheels --no-deps --only-binary=:all: \
+		--python-version 3.12 --implementation cp $(GPU_PLATFORMS:%=--platform %_x86_64) \
+		$$(for name in $(GPU_WHEELS); do grep "^$$name==" constraints.txt; done)
+	$(BIN)/pip wheel --quiet --wheel-dir gpu-wheels --no-deps .  # for its version: this folder is first
+
 clean: ## Remove what make made, but not the runs
-	rm -rf demo-data $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf demo-data gpu-wheels $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

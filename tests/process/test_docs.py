@@ -38,6 +38,7 @@ SHOWN_ONLY = {
     "needs CIFAR-10 and about half an hour",
     "needs CIFAR-10 and an hour and a half",
     "needs CIFAR-10, root and several hours",
+    "needs a GPU",
     "needs Slurm",
     "needs an etcd cluster",
 }
