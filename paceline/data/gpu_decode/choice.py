@@ -41,4 +41,4 @@ def faster_device(cpu: DecodeRates, cuda: DecodeRates) -> tuple[Literal["cpu", "
         f"{rates.step:,.0f})"
         for name, rates in (("cpu", cpu), ("cuda", cuda))
     )
-    return device, f"Images are decoded by {device}, the faster as measured: {figures}."
+    return device, f"Images are decoded by {device}. Measured beside training: {figures}."
