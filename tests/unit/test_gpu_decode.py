@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -237,6 +238,15 @@ def test_a_file_whose_colours_are_rgb_is_the_cpus() -> None:
     assert baseline_size(by_adobe.replace(b"Adobe", b"adobe")) == (3000, 10)
 
 
+def test_nothing_imports_triton_or_torchvision_before_a_gpu_decodes() -> None:
+    names = re.compile(
+        r"^(?:import|from) (triton|torchvision|paceline\.data\.gpu_decode\.kernel)", re.M
+    )
+    package = Path(decoder_module.__file__).parents[2]
+    found = {path.name for path in package.rglob("*.py") if names.search(path.read_text("utf-8"))}
+    assert found == {"kernel.py"}
+
+
 class _Torchvision:
     """Stands in for the package; its decoder says what it was given, or refuses."""
 
@@ -264,6 +274,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
 
     def pretend(torchvision: object) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torchvision)
         monkeypatch.setitem(sys.modules, "torchvision", torchvision)
         monkeypatch.setitem(sys.modules, "torchvision.io", torchvision)
@@ -278,7 +289,7 @@ def test_nvjpeg_begins_once_the_kernels_of_the_batch_before_have_ended(gpu: Any)
     assert len(decoder.decode([b"one", b"two"])) == 2
     assert package.calls == ["synchronize", b"one", b"two", ("grey", "cuda:1")]
     require_gpu_decoding()
-    assert package.calls[-1] == ("rgb", "cuda")
+    assert package.calls[-1] == ("rgb", "cuda:2")
 
 
 OTHERWISE = ", or decode by --decode_device cpu."

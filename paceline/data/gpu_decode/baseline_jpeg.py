@@ -2,7 +2,7 @@
 
 Every other file is decoded on the CPU, which also names what is damaged: a file without its end, a
 damaged header, a size beyond the limit. What is allowed here is a list of what is known to be
-harmless, so that a kind of file that nobody thought of goes to the CPU.
+harmless, so that an unforeseen kind of file goes to the CPU.
 """
 
 from __future__ import annotations

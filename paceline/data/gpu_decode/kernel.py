@@ -28,9 +28,10 @@ from paceline.data.gpu_decode.plan import FIELDS
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
-_TILE = 16  # rows and columns that a program makes
+_FIELDS = tl.constexpr(FIELDS)
+_TILE = tl.constexpr(16)  # rows and columns that a program makes
 # As on the CPU, no product and sum become one operation; eight warps keep registers few.
-OPTIONS = {"FIELDS": FIELDS, "TILE": _TILE, "num_warps": 8, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def make_samples(plans: Tensor, constants: Tensor, images: Tensor) -> None:
@@ -48,9 +49,8 @@ def make_samples(plans: Tensor, constants: Tensor, images: Tensor) -> None:
         (len(plans), size, size, channels), dtype=torch.uint8, device=images.device
     )
     sums = torch.zeros(len(plans), dtype=torch.int64, device=images.device)
-    lanes = triton.next_power_of_2(channels)
-    shape = {"SIZE": size, "CHANNELS": channels, "LANES": lanes, **OPTIONS}
-    tiles = triton.cdiv(size, _TILE)
+    shape = {"SIZE": size, "CHANNELS": channels, **OPTIONS}
+    tiles = triton.cdiv(size, _TILE.value)
     grid = len(plans), tiles, tiles
     _resize[grid](plans, resized, sums, **shape)
     _finish[grid](plans, resized, sums, constants, images, *images.stride(), **shape)
@@ -61,15 +61,12 @@ def _resize(
     plans: tl.tensor,
     resized: tl.tensor,
     sums: tl.tensor,
-    FIELDS: tl.constexpr,
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
 ) -> None:
     """Resize a tile of an image's box to bytes, and add its grey values to the image's sum."""
-    image, y, x, channel, inside = _pixels(SIZE, CHANNELS, LANES, TILE)
-    plan = plans + image * FIELDS
+    image, y, x, channel, inside = _pixels(SIZE, CHANNELS)
+    plan = plans + image * _FIELDS
     source = tl.load(plan + 1).to(tl.pointer_type(tl.uint8)) + channel * tl.load(plan + 2)
     row_stride = tl.load(plan + 3)
     column_stride = tl.load(plan + 4)
@@ -77,12 +74,13 @@ def _resize(
     column_bits = tl.load(plan + 8)
     top, bottom, y_center, y_inverse, y_taps, y_total = _filter(y, tl.load(plan + 5), SIZE)
     left, right, x_center, x_inverse, x_taps, x_total = _filter(x, tl.load(plan + 6), SIZE)
-    value = tl.zeros((TILE, TILE, LANES), tl.int32)
+    nothing = inside.to(tl.int32) * 0
+    value = nothing
     for y_tap in range(y_taps):
         at_y = top + y_tap
         row = source + at_y * row_stride
         in_row = inside & (at_y < bottom)
-        along = tl.zeros((TILE, TILE, LANES), tl.int32)
+        along = nothing
         for x_tap in range(x_taps):
             at_x = left + x_tap
             pixel = tl.load(row + at_x * column_stride, mask=in_row & (at_x < right), other=0)
@@ -102,14 +100,12 @@ def _resize(
 
 
 @jit
-def _pixels(
-    SIZE: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
+def _pixels(SIZE: tl.constexpr, CHANNELS: tl.constexpr) -> tl.tensor:
     """Return this program's image, the coordinates of its tile, and which are in the sample."""
     image = tl.program_id(0).to(tl.int64)
-    y = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None, None]
-    x = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :, None]
-    channel = tl.arange(0, LANES)[None, None, :]
+    y = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[:, None, None]
+    x = tl.program_id(2) * _TILE + tl.arange(0, _TILE)[None, :, None]
+    channel = tl.arange(0, 1 if CHANNELS == 1 else 4)[None, None, :]
     return image, y, x, channel, (y < SIZE) & (x < SIZE) & (channel < CHANNELS)
 
 
@@ -159,15 +155,12 @@ def _finish(
     channel_stride: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
-    FIELDS: tl.constexpr,
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
 ) -> None:
     """Colour, mirror, shift and normalise a tile of a sample."""
-    image, y, x, channel, inside = _pixels(SIZE, CHANNELS, LANES, TILE)
-    plan = plans + image * FIELDS
+    image, y, x, channel, inside = _pixels(SIZE, CHANNELS)
+    plan = plans + image * _FIELDS
     from_y = y - tl.load(plan + 9)
     from_x = x - tl.load(plan + 10)
     covered = inside & (from_y >= 0) & (from_y < SIZE) & (from_x >= 0) & (from_x < SIZE)

@@ -36,8 +36,9 @@ def require_gpu_decoding() -> None:
             rule = f"it needs {package}, which doesn't import: {reason_of(error)}"
             raise _refusal(rule, remedy) from error
     file = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    device = torch.device("cuda", torch.cuda.current_device())  # by number, as the training's
     try:
-        TorchvisionDecoder(channels=3, device=torch.device("cuda")).decode([file])
+        TorchvisionDecoder(channels=3, device=device).decode([file])
     except RuntimeError as error:
         rule = f"nvJPEG, through torchvision, can't decode here: {reason_of(error)}"
         raise _refusal(rule, _PACKAGES["torchvision"]) from error

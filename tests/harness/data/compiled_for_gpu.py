@@ -16,14 +16,13 @@ _TYPES["images"] = "*fp32"
 
 
 def _compile() -> None:
-    constants = {"SIZE": 224, "CHANNELS": 3, "LANES": 4, **kernel.OPTIONS}
-    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    constants = {"SIZE": 224, "CHANNELS": 3}
     for function in (kernel._resize, kernel._finish):
         names = function.arg_names
         signature = {n: "constexpr" if n in constants else _TYPES.get(n, "i64") for n in names}
         values = {(names.index(name),): value for name, value in constants.items()}
         source = ASTSource(function, signature, values)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernel.OPTIONS)
         assert built.asm["cubin"]
 
 
