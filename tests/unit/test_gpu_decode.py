@@ -124,7 +124,13 @@ def _by_cpu(
         num_labels=None,
     )
     samples = np.tile(fill, (len(images), SIDE, SIDE, 1))
-    bad = maker.write(3, _backwards(images), samples, np.zeros(len(images), np.int64))
+    records = _backwards(images)
+    bad = {}
+    for index, numbers, slot in zip(records, maker.numbers(3, records), samples, strict=True):
+        try:
+            maker.write(int(index), numbers, slot)
+        except DataError as error:
+            bad[int(index)] = error
     return samples, bad
 
 
@@ -248,7 +254,7 @@ def test_nothing_imports_triton_or_torchvision_before_a_gpu_decodes() -> None:
 
 
 class _Torchvision:
-    """Stands in for the package; its decoder says what it was given, or refuses."""
+    """Stands in for the package, which says what it was given or refuses, and for an event."""
 
     def __init__(self, refusal: str = "") -> None:
         self._refusal = refusal
@@ -256,6 +262,9 @@ class _Torchvision:
         self.io = self
         self.ImageReadMode = self
         self.GRAY, self.RGB = "grey", "rgb"
+
+    def record(self, stream: str) -> None:
+        self.calls.append(f"record on {stream}")
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
@@ -275,7 +284,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     def pretend(torchvision: object) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torchvision)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr(torch.cuda, "Event", lambda blocking: torchvision)
         monkeypatch.setitem(sys.modules, "torchvision", torchvision)
         monkeypatch.setitem(sys.modules, "torchvision.io", torchvision)
 
@@ -287,7 +297,8 @@ def test_nvjpeg_begins_once_the_kernels_of_the_batch_before_have_ended(gpu: Any)
     gpu(package)
     decoder = TorchvisionDecoder(channels=1, device=torch.device("cuda:1"))
     assert len(decoder.decode([b"one", b"two"])) == 2
-    assert package.calls == ["synchronize", b"one", b"two", ("grey", "cuda:1")]
+    waits = ["record on stream of cuda:1", "synchronize"]
+    assert package.calls == [*waits, b"one", b"two", ("grey", "cuda:1")]
     require_gpu_decoding()
     assert package.calls[-1] == ("rgb", "cuda:2")
 

@@ -210,6 +210,7 @@ class GpuBatchDecoder:
                 labels[place] = self._maker.write(index, numbers[place], slot)
             except DataError as error:
                 bad[index] = error
+                labels[place] = 0
         whole = View(box=(0, 0, side, side), size=side)  # no change: all is done
         slots = host.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
         pairs = zip(places, slots, strict=True)

@@ -36,8 +36,10 @@ class TorchvisionDecoder:
 
     def decode(self, files: Sequence[bytes]) -> list[Tensor]:
         # nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and
-        # doesn't wait for the kernel that may still read there.
-        torch.cuda.current_stream(self._device).synchronize()
+        # doesn't wait for the kernel that may still read there. Blocking: the thread sleeps.
+        read = torch.cuda.Event(blocking=True)
+        read.record(torch.cuda.current_stream(self._device))
+        read.synchronize()
         encoded = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
         images: list[Tensor] = self._io.decode_jpeg(encoded, mode=self._mode, device=self._device)
         return images
