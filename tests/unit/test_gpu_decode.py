@@ -223,6 +223,7 @@ def test_pixels_of_another_size_than_the_files_header_says_are_not_used() -> Non
         lambda file: file[:20] + file[-2:],
         lambda file: file[:2] + b"\xff\xc0\0\4" + file[-2:],
         lambda file: file.replace(b"\xff\xc0", b"\xff\xc1"),
+        lambda file: file.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
         lambda file: file.replace(b"\xff\xc0\0\x11\x08\0\x0a", b"\xff\xc0\0\x11\x08\xff\xff"),
     ],
 )
