@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import sys
 
@@ -27,6 +28,9 @@ providers._get_local_constants = lambda: providers._local_constants
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Triton reads it when it is imported, which torch's compiler does as well, in any of the tests.
+os.environ["TRITON_INTERPRET"] = "1"
+
 _modules = 0  # that were imported when the collector was last told to leave alone what there is
 
 
@@ -46,3 +50,8 @@ def pytest_runtest_logstart() -> None:
         gc.freeze()
         gc.enable()
         _modules = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    """Let the last collection find all garbage: Triton lists on stderr what it takes for leaks."""
+    gc.unfreeze()

@@ -13,7 +13,7 @@ from functools import partial
 from paceline.data.image.augment import Transform
 from paceline.data.image.decode import decode
 from paceline.data.order import Indices, uniforms
-from paceline.data.source import Pixels, Source
+from paceline.data.source import Pixels, Record, Source
 from paceline.errors import DataError
 
 
@@ -54,6 +54,17 @@ class SampleMaker:
         Raises:
             DataError: the record is damaged, or its label is out of range.
         """
+        record = self.read(index)
+        plan = partial(self.transform.view, numbers=numbers)
+        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
+        return record.label
+
+    def read(self, index: int) -> Record:
+        """Read a record whose label is in range.
+
+        Raises:
+            DataError: the record is damaged, or its label is out of range.
+        """
         record = self.source[index]
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(
@@ -61,6 +72,4 @@ class SampleMaker:
                 f"{self.num_labels}, labels must be 0 to {self.num_labels - 1}: change "
                 "--num_labels, or create the database again."
             )
-        plan = partial(self.transform.view, numbers=numbers)
-        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
-        return record.label
+        return record

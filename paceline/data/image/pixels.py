@@ -25,14 +25,17 @@ def recolored(pixels: Pixels, channels: int) -> Pixels:
 
 
 # By EXIF orientation: steps of rows and columns, which from 5 on are swapped first.
-_STEPS = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
+ORIENTATION_STEPS = {
+    **{2: (1, -1), 3: (-1, -1), 4: (-1, 1)},
+    **{5: (1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)},
+}
 
 
 def upright(pixels: Pixels, orientation: int) -> Pixels:
     """Turn and mirror pixels as an EXIF orientation says, 1 to 8; another one changes nothing."""
-    if orientation not in _STEPS:
+    if orientation not in ORIENTATION_STEPS:
         return pixels
-    rows, columns = _STEPS[orientation]
+    rows, columns = ORIENTATION_STEPS[orientation]
     turned = pixels if orientation < 5 else pixels.transpose(1, 0, 2)
     return turned[::rows, ::columns]
 

@@ -1,0 +1,1 @@
+"""Batches that are decoded, augmented and normalised on the GPU, by the CPU's plans."""

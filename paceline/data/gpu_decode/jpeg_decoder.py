@@ -1,0 +1,45 @@
+"""The seam to nvJPEG: from files in host memory to planes on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class JpegDecoder(Protocol):
+    """Protocol of a decoder of baseline JPEG files."""
+
+    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
+        """Decode files.
+
+        Returns:
+            An image for each: uint8, shape (channels, height, width), on the device, ready for the
+            current stream; an EXIF orientation isn't applied.
+
+        Raises:
+            RuntimeError: one of them can't be decoded.
+        """
+
+
+class TorchvisionDecoder:
+    """JPEG decoder by nvJPEG, through torchvision, to grey (1 channel) or RGB (3) on a device."""
+
+    def __init__(self, *, channels: int, device: torch.device) -> None:
+        self._io: Any = import_module("torchvision.io")
+        modes = self._io.ImageReadMode
+        self._mode = modes.GRAY if channels == 1 else modes.RGB
+        self._device = device
+
+    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
+        # nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and
+        # doesn't wait for the kernel that may still read there. Blocking: the thread sleeps.
+        read = torch.cuda.Event(blocking=True)
+        read.record(torch.cuda.current_stream(self._device))
+        read.synchronize()
+        encoded = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+        images: list[Tensor] = self._io.decode_jpeg(encoded, mode=self._mode, device=self._device)
+        return images

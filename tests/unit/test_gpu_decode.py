@@ -1,0 +1,372 @@
+"""Batches with a stand-in for nvJPEG and Triton's interpreter, against the CPU's samples."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+
+from paceline.data.gpu_decode import decoder as decoder_module
+from paceline.data.gpu_decode.baseline_jpeg import baseline_size
+from paceline.data.gpu_decode.choice import DecodeRates, faster_device
+from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder
+from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
+from paceline.data.gpu_decode.requirements import require_gpu_decoding
+from paceline.data.image.augment import Transform
+from paceline.data.image.jpeg import jpeg_orientation
+from paceline.data.image.pixels import upright
+from paceline.data.order import Indices
+from paceline.data.sample_maker import SampleMaker
+from paceline.data.source import Pixels, Record
+from paceline.errors import ConfigError, DataError
+from tests.harness.data.image_folder import put, ramp
+from tests.harness.data.loading import CPU, ListSource
+from tests.harness.data.planes import PlaneDecoder, decoded
+
+SIDE = 12
+FILL = (90, 100, 110)
+MEAN = (50.0, 60.0, 70.0)
+STD = (2.0, 4.0, 8.0)
+
+
+def _file(pixels: Pixels, kind: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+def _turned(pixels: Pixels, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return _file(pixels, exif=exif)
+
+
+def _photographs() -> list[bytes]:
+    return [
+        _file(ramp(21, 16, seed=1)),
+        _file(ramp(9, 14, seed=2), mode="L"),
+        _turned(ramp(18, 15, seed=3), 6),
+        simplejpeg.encode_jpeg(ramp(22, 22, seed=4), colorsubsampling="444"),
+    ]
+
+
+def _transform(augment: str = "inception", **options: Any) -> Transform:
+    return Transform(augment=augment, image_size=SIDE, scale=14, seed=7, **options)  # type: ignore[arg-type]
+
+
+def _make(
+    images: Sequence[bytes | Pixels],
+    transform: Transform,
+    *,
+    num_labels: int | None = None,
+    decoder: type[PlaneDecoder] = PlaneDecoder,
+) -> tuple[GpuBatch, PlaneDecoder]:
+    """A batch of all records, the last one first; labels are ten times the numbers."""
+    source = ListSource([Record(image, 10 * at) for at, image in enumerate(images)])
+    channels = transform.channels
+    planes = decoder(channels)
+    batches = GpuBatchDecoder(
+        source,
+        transform,
+        mean=MEAN[:channels],
+        std=STD[:channels],
+        fill=np.array(FILL[:channels], np.uint8),
+        num_labels=num_labels,
+        device=CPU,
+        jpeg=planes,
+        channels_last=True,
+    )
+    batch = batches.make(3, _backwards(images))
+    batch.receive()
+    batches.close()
+    return batch, planes
+
+
+def _backwards(images: Sequence[bytes | Pixels]) -> Indices:
+    return np.arange(len(images))[::-1]
+
+
+def _bytes_of(batch: GpuBatch) -> Pixels:
+    """The samples before they were normalised."""
+    channels = batch.images.shape[1]
+    pixels = batch.images.permute(0, 2, 3, 1).numpy()
+    return pixels * np.array(STD[:channels]) + np.array(MEAN[:channels])
+
+
+def _in_full(image: bytes | Pixels, channels: int) -> bytes | Pixels:
+    """What the stand-in decodes, if it does: the CPU lets libjpeg-turbo scale, which differs."""
+    if isinstance(image, bytes) and baseline_size(image):
+        with suppress(ValueError):
+            return upright(decoded(image, channels), jpeg_orientation(image))
+    return image
+
+
+def _by_cpu(
+    images: Sequence[bytes | Pixels], transform: Transform
+) -> tuple[Pixels, dict[int, DataError]]:
+    """The SampleMaker's samples of the same pixels, and what is wrong."""
+    fill = np.array(FILL[: transform.channels], np.uint8)
+    maker = SampleMaker(
+        source=ListSource([Record(_in_full(image, transform.channels), 0) for image in images]),
+        transform=transform,
+        fill=fill,
+        num_labels=None,
+    )
+    samples = np.tile(fill, (len(images), SIDE, SIDE, 1))
+    records = _backwards(images)
+    bad = {}
+    for index, numbers, slot in zip(records, maker.numbers(3, records), samples, strict=True):
+        try:
+            maker.write(int(index), numbers, slot)
+        except DataError as error:
+            bad[int(index)] = error
+    return samples, bad
+
+
+@pytest.mark.parametrize("augment", ["caffe2", "inception", "pad", "none"])
+def test_a_batch_is_what_the_cpu_makes_of_the_same_pixels(augment: str) -> None:
+    images = _photographs()
+    transform = _transform(augment, color_jitter=0.4 if augment == "inception" else 0)
+    batch, planes = _make(images, transform)
+    samples, _ = _by_cpu(images, transform)
+    assert np.abs(_bytes_of(batch) - samples).max() <= (1.01 if transform.color_jitter else 0.01)
+    assert batch.labels.tolist() == [30, 20, 10, 0]
+    assert planes.calls == [4]
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.ready is None
+
+
+def test_a_grey_evaluation_batch_is_what_the_cpu_makes_of_the_same_pixels() -> None:
+    images = _photographs()
+    transform = _transform(channels=1, train=False)
+    batch, _ = _make(images, transform)
+    samples, _ = _by_cpu(images, transform)
+    np.testing.assert_allclose(_bytes_of(batch), samples, atol=0.01)
+
+
+def test_what_is_no_baseline_jpeg_joins_the_batch_in_its_place() -> None:
+    photo = ramp(20, 18, seed=5)
+    images = [
+        _file(photo),
+        _file(photo, "PNG"),
+        _file(photo, progressive=True),
+        photo,
+        _file(photo, mode="CMYK"),
+        _file(photo)[:-60],
+        _file(photo)[:-60] + b"\xff\xd9",
+        b"no image",
+        _file(photo, keep_rgb=True),
+        _file(ramp(1, 1)),
+        _file(photo) + b"\0",
+    ]
+    batch, planes = _make(images, _transform())
+    samples, bad = _by_cpu(images, _transform())
+    np.testing.assert_allclose(_bytes_of(batch), samples, atol=0.01)
+    assert {number: str(error) for number, error in batch.bad.items()} == {
+        number: str(error) for number, error in bad.items()
+    }
+    assert list(batch.bad) == [7, 6, 5]
+    assert "record 5 can't be decoded" in str(batch.bad[5])
+    labels = [0 if at in batch.bad else 10 * at for at in range(len(images))]
+    assert batch.labels.tolist() == labels[::-1]
+    assert planes.calls[0] == 3  # the photograph, the broken one, and the tiny one
+    assert planes.calls[1:] == [1, 2, 1, 1]  # halved, until the broken one stands alone
+
+
+def test_a_label_out_of_range_is_named_as_on_the_cpu() -> None:
+    batch, planes = _make(_photographs(), _transform(), num_labels=11)
+    assert list(batch.bad) == [3, 2]
+    assert str(batch.bad[2]).startswith("record 2 has the label 20, but with --num_labels 11")
+    assert batch.labels.tolist() == [0, 0, 10, 0]
+    assert planes.calls == [2]
+
+
+def test_large_photographs_are_decoded_by_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = _photographs()
+    whole, _ = _make(images, _transform())
+    monkeypatch.setattr(decoder_module, "_PORTION", 2000)
+    batch, planes = _make(images, _transform())
+    assert planes.calls == [1, 2, 1]
+    assert torch.equal(batch.images, whole.images)
+
+
+class _Cropped(PlaneDecoder):
+    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
+        return [image[:, :5] for image in super().decode(files)]
+
+
+def test_pixels_of_another_size_than_the_files_header_says_are_not_used() -> None:
+    images = _photographs()
+    batch, _ = _make(images, _transform("none"), decoder=_Cropped)
+    plain, _ = _make(images, _transform("none"))
+    assert not batch.bad
+    assert (batch.images - plain.images).abs().max() < 8  # libjpeg-turbo's colours
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file[:-1],
+        lambda file: file[:20] + b"\xff\xff" + file[20:],
+        lambda file: file[:20] + b"\xff\xc8\0\2" + file[20:],
+        lambda file: file[:20] + file[-2:],
+        lambda file: file[:2] + b"\xff\xc0\0\4" + file[-2:],
+        lambda file: file.replace(b"\xff\xc0", b"\xff\xc1"),
+        lambda file: file.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+        lambda file: file.replace(b"\xff\xc0\0\x11\x08\0\x0a", b"\xff\xc0\0\x11\x08\xff\xff"),
+    ],
+)
+def test_what_is_unusual_in_a_header_is_the_cpus(damage: Callable[[bytes], bytes]) -> None:
+    file = _file(ramp(10, 3000))
+    assert baseline_size(file) == (3000, 10)
+    assert damage(file) != file
+    assert baseline_size(damage(file)) is None
+
+
+def test_a_file_whose_colours_are_rgb_is_the_cpus() -> None:
+    file = _file(ramp(10, 3000), keep_rgb=True)
+    frame = file.index(b"\xff\xc0")
+    ids = file.index(b"R", frame)
+    by_adobe = file[:ids] + b"\1" + file[ids + 1 :]
+    by_id = file.replace(b"Adobe", b"adobe")
+    assert baseline_size(by_adobe) is None
+    assert baseline_size(by_id) is None
+    assert baseline_size(by_adobe.replace(b"Adobe", b"adobe")) == (3000, 10)
+
+
+def test_nothing_imports_triton_or_torchvision_before_a_gpu_decodes() -> None:
+    names = re.compile(
+        r"^(?:import|from) (triton|torchvision|paceline\.data\.gpu_decode\.kernel)", re.M
+    )
+    package = Path(decoder_module.__file__).parents[2]
+    found = {path.name for path in package.rglob("*.py") if names.search(path.read_text("utf-8"))}
+    assert found == {"kernel.py"}
+
+
+class _Torchvision:
+    """Stands in for the package, which says what it was given or refuses, and for an event."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self._refusal = refusal
+        self.calls: list[object] = []
+        self.io = self
+        self.ImageReadMode = self
+        self.GRAY, self.RGB = "grey", "rgb"
+
+    def record(self, stream: str) -> None:
+        self.calls.append(f"record on {stream}")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def decode_jpeg(self, files: list[Tensor], *, mode: str, device: torch.device) -> list[Tensor]:
+        self.calls += [bytes(file.numpy()) for file in files]
+        self.calls.append((mode, str(device)))
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        return files
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Pretend that there is a GPU, and a given torchvision."""
+
+    def pretend(torchvision: object) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr(torch.cuda, "Event", lambda blocking: torchvision)
+        monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+        monkeypatch.setitem(sys.modules, "torchvision.io", torchvision)
+
+    return pretend
+
+
+def test_nvjpeg_begins_once_the_kernels_of_the_batch_before_have_ended(gpu: Any) -> None:
+    package = _Torchvision()
+    gpu(package)
+    decoder = TorchvisionDecoder(channels=1, device=torch.device("cuda:1"))
+    assert len(decoder.decode([b"one", b"two"])) == 2
+    waits = ["record on stream of cuda:1", "synchronize"]
+    assert package.calls == [*waits, b"one", b"two", ("grey", "cuda:1")]
+    require_gpu_decoding()
+    assert package.calls[-1] == ("rgb", "cuda:2")
+
+
+OTHERWISE = ", or decode by --decode_device cpu."
+
+
+def _refused() -> str:
+    with pytest.raises(ConfigError) as caught:
+        require_gpu_decoding()
+    return str(caught.value)
+
+
+def test_without_a_device_decoding_on_the_gpu_is_refused() -> None:
+    assert _refused() == (
+        "--decode_device cuda: it needs a CUDA device, and torch finds none here; start it where "
+        "one is" + OTHERWISE
+    )
+
+
+def test_without_torchvision_or_triton_decoding_on_the_gpu_is_refused(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(None)
+    assert _refused() == (
+        "--decode_device cuda: it needs torchvision, which isn't installed; run pip install "
+        "'paceline[gpu]' beside a CUDA build of torch" + OTHERWISE
+    )
+    gpu(_Torchvision())
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert _refused().startswith("--decode_device cuda: it needs triton, which isn't installed; ")
+
+
+def test_torchvision_that_does_not_import_is_refused(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu(None)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    content = "raise RuntimeError('operator torchvision::nms does not exist')"
+    put(tmp_path, "torchvision/__init__.py", content.encode())
+    monkeypatch.syspath_prepend(tmp_path)
+    said = _refused()
+    assert "torchvision, which doesn't import: operator torchvision::nms does not exist; " in said
+
+
+def test_torchvision_without_nvjpeg_is_refused(gpu: Any) -> None:
+    gpu(_Torchvision("torchvision not compiled with nvJPEG support"))
+    assert "can't decode here: torchvision not compiled with nvJPEG support; " in _refused()
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cuda", "device"),
+    [
+        (DecodeRates(input=1200, step=4600), DecodeRates(input=9000, step=4300), "cuda"),
+        (DecodeRates(input=5800, step=4600), DecodeRates(input=9000, step=4300), "cpu"),
+        (DecodeRates(input=5800, step=900), DecodeRates(input=9000, step=910), "cpu"),
+    ],
+)
+def test_the_faster_training_decides(cpu: DecodeRates, cuda: DecodeRates, device: str) -> None:
+    chosen, sentence = faster_device(cpu, cuda)
+    assert chosen == device
+    assert sentence.startswith(f"Images are decoded by {device}. ")
+
+
+def test_the_choice_is_said_with_its_figures() -> None:
+    rates = DecodeRates(input=1200, step=4600), DecodeRates(input=9000, step=4300)
+    assert faster_device(*rates)[1] == (
+        "Images are decoded by cuda. Measured beside training: 1,200 images/s by cpu (input 1,200, "
+        "steps 4,600), 4,300 images/s by cuda (input 9,000, steps 4,300)."
+    )
