@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
-from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.loader import Batch
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
@@ -25,7 +25,7 @@ from paceline.run.steps import Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Training loop, and the components that it uses."""
+    """Training loop, and the components that it uses; `resources` are closed after it."""
 
     model: nn.Module
     criterion: nn.Module
@@ -35,7 +35,7 @@ class Trainer:
     replica: Replica | AveragedReplica
     steps: Steps
     device: torch.device
-    decoding: DecodePool
+    resources: ExitStack
     train: Batches
     test: Batches | None
     save: Callable[[], None]

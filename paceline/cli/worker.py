@@ -84,7 +84,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             announce=None if link is None else link.announce,
         )
         stack.callback(trainer.replica.close)
-        stack.callback(trainer.decoding.close)
+        stack.callback(trainer.resources.close)
         _announce(config, trainer, start)
 
         def report() -> RunStatus:

@@ -71,6 +71,11 @@ class DataConfig:
     decode_threads: int = 0
     """An older name of --decode_workers, in which 0 means that the number is measured."""
 
+    decode_device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """Where JPEG files are decoded. cpu: by --decode_workers. cuda: on the GPU by nvJPEG; it needs
+    torchvision, and its pixels differ slightly from those of cpu. auto: measures both in the first
+    steps and keeps the faster."""
+
     bad_records: Literal["stop", "skip"] = "stop"
     """Action on an unreadable record. stop: end the run and report the record. skip: skip it and
     count it in the log and the ledger."""

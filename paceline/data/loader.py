@@ -24,14 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.batch_maker import BatchMaker, Making
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.decoding.decode_pool import DecodePool, Work
-from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
-from paceline.data.sample_maker import SampleMaker
 from paceline.data.skipped_records import SkippedRecords
-from paceline.data.source import Source
-from paceline.data.upload import Upload
+from paceline.data.upload import Uploaded
 from paceline.errors import DataError
 
 _REMEDY = "Use --bad_records skip to leave out such records, or `paceline db info` to find them."
@@ -60,13 +57,13 @@ class _Part:
     """Consecutive samples of a batch under construction.
 
     Attributes:
-        work: the samples that are made.
+        making: the samples that are made.
         first: the position of the first of them in the epoch's order.
-        begin: the part's first sample in `work`.
+        begin: the part's first sample in `making`.
         end: the sample after its last one.
     """
 
-    work: Work
+    making: Making
     first: int
     begin: int
     end: int
@@ -77,15 +74,7 @@ class _Part:
 
     @property
     def records(self) -> Indices:
-        return self.work.room.records[self.begin : self.end]
-
-    @property
-    def images(self) -> Tensor:
-        return torch.from_numpy(self.work.room.images[self.begin : self.end])
-
-    @property
-    def labels(self) -> Tensor:
-        return torch.from_numpy(self.work.room.labels[self.begin : self.end])
+        return self.making.records[self.begin : self.end]
 
     def within(self, positions: range) -> _Part | None:
         """Return the part of it at some positions of the order; None if there is none."""
@@ -94,67 +83,44 @@ class _Part:
         if first >= last:
             return None
         shift = self.begin - self.first
-        return _Part(self.work, first, first + shift, last + shift)
+        return _Part(self.making, first, first + shift, last + shift)
+
+    def without(self, bad: Mapping[int, DataError]) -> slice | Indices:
+        """Return the places in `making` of its samples but those of bad records."""
+        if not bad:
+            return slice(self.begin, self.end)
+        return np.flatnonzero(~np.isin(self.records, list(bad))) + self.begin
 
 
 class DatabaseLoader:
     """Batch loader of one rank: reads, decodes and augments images ahead of the step.
 
     Args:
-        source: the source of records, which the caller must close.
         order: the order in which each epoch reads the records.
-        transform: the transform of each image.
-        pool: the decode processes, which the caller must close; several loaders may share them.
-        mean: mean of each channel, in 0..255; a single value is used for all channels.
-        std: standard deviation of each channel, in 0..255; a single value is used for all channels.
-        device: device to which batches are copied.
-        num_labels: number of classes: labels must be 0 to num_labels - 1; None: labels are not
-            checked.
+        maker: makes the batches.
         skip_bad: whether to skip bad records instead of raising the error of the first one.
         warn: called in the caller's thread with sentences about skipped records.
-        channels_last: whether images are in channels-last memory format.
         timeout: the longest time that `batch` waits, in seconds.
 
     Attributes:
         order: the order.
-        pool: the decode processes.
     """
 
     def __init__(
         self,
-        source: Source,
         order: Order,
-        transform: Transform,
-        pool: DecodePool,
+        maker: BatchMaker,
         *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        device: torch.device,
-        num_labels: int | None = None,
         skip_bad: bool = False,
         warn: Callable[[str], object] = lambda text: None,
-        channels_last: bool = True,
         timeout: float = 600.0,
     ) -> None:
         self.order = order
-        self.pool = pool
+        self._maker = maker
         self._timeout = timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
-        fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
-        self._fill = np.broadcast_to(fill, (transform.channels,))
-        self._maker = pool.add(
-            SampleMaker(source=source, transform=transform, fill=self._fill, num_labels=num_labels)
-        )
-        self._upload = Upload(
-            mean=mean,
-            std=std,
-            channels=transform.channels,
-            width=transform.image_size,
-            device=device,
-            channels_last=channels_last,
-        )
         self._begun: dict[BatchSlice, list[_Part]] = {}
-        self._uses: dict[int, int] = {}  # parts that are begun, by the work's serial number
+        self._uses: dict[int, int] = {}  # parts that are begun, by the making's serial number
         self._indices: dict[int, Indices] = {}  # by epoch
 
     def batch(self, place: BatchSlice, ahead: Sequence[BatchSlice] = ()) -> Batch:
@@ -183,13 +149,12 @@ class DatabaseLoader:
                     first = next(iter(bad.values()))
                     raise DataError(f"{first} {_REMEDY}") from first
                 place = replace(place, skipped=len(bad))
-            samples = self._good(parts, bad) if bad else [(p.images, p.labels) for p in parts]
-            uploaded = self._upload(samples)
+            uploaded = self._on_device(parts, bad)
         except BaseException:
             self._release(parts)
             raise
         self._release(parts, uploaded.copied)
-        self.pool.batch_made(len(uploaded.labels), waited)
+        self._maker.taken(len(uploaded.labels), waited)
         return Batch(images=uploaded.images, labels=uploaded.labels, place=place, waited=waited)
 
     def close(self) -> None:
@@ -225,7 +190,7 @@ class DatabaseLoader:
         if at < positions.stop:
             parts.append(self._new_part(place.epoch, range(at, positions.stop)))
         for part in parts:
-            serial = part.work.serial
+            serial = part.making.serial
             self._uses[serial] = self._uses.get(serial, 0) + 1
         return parts
 
@@ -233,35 +198,31 @@ class DatabaseLoader:
         if epoch not in self._indices:
             self._indices[epoch] = self.order.epoch_indices(epoch)
         records = self._indices[epoch][positions.start : positions.stop]
-        work = self.pool.begin(self._maker, epoch, records)
-        return _Part(work, positions.start, 0, len(records))
+        making = self._maker.begin(epoch, records)
+        return _Part(making, positions.start, 0, len(records))
 
-    def _release(self, parts: Sequence[_Part], copied: object = None) -> None:
+    def _release(self, parts: Sequence[_Part], copied: torch.cuda.Event | None = None) -> None:
         """Give rooms back that no other batch uses."""
         for part in parts:
-            serial = part.work.serial
+            serial = part.making.serial
             self._uses[serial] -= 1
             if not self._uses[serial]:
                 del self._uses[serial]
-                self.pool.release(part.work, copied)
+                self._maker.release(part.making, copied)
 
-    def _good(
-        self, parts: Sequence[_Part], bad: Mapping[int, DataError]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Leave bad records out of a batch; where none is left, one blank record replaces them."""
-        samples = []
-        for part in parts:
-            good = torch.from_numpy(~np.isin(part.records, list(bad)))
-            if good.any():
-                samples.append((part.images[good], part.labels[good]))
-        if samples:
-            return samples
-        blank = torch.from_numpy(self._fill.copy()).expand_as(parts[0].images[:1])
-        return [(blank, torch.zeros(1, dtype=torch.int64))]
+    def _on_device(self, parts: Sequence[_Part], bad: Mapping[int, DataError]) -> Uploaded:
+        """Bring good samples to the device; where none is good, a blank one of label 0."""
+        good = [(part.making, part.without(bad)) for part in parts]
+        chosen = [(making, at) for making, at in good if isinstance(at, slice) or at.size]
+        if chosen:
+            return self._maker.on_device(chosen)
+        uploaded = self._maker.on_device([(parts[0].making, slice(0, 1))])
+        images = torch.zeros_like(uploaded.images)
+        return Uploaded(images, torch.zeros_like(uploaded.labels), uploaded.copied)
 
     def _finish(self, parts: Sequence[_Part], place: BatchSlice) -> dict[int, DataError]:
         """Wait until a batch is made, and return what is wrong with its bad records, in order."""
-        if not self.pool.wait([part.work for part in parts], self._timeout):
+        if not self._maker.wait([part.making for part in parts], self._timeout):
             raise DataError(
                 f"the batch of epoch {place.epoch}, step {place.step} wasn't read within "
                 f"{self._timeout:g} s: the database's disk or network doesn't respond; repair it, "
@@ -269,7 +230,7 @@ class DatabaseLoader:
             )
         bad: dict[int, DataError] = {}
         for part in parts:
-            if part.work.bad:
-                found = part.work.bad
+            found = part.making.bad
+            if found:
                 bad |= {r: found[r] for r in part.records.tolist() if r in found}
         return bad

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.loader import Batch, DatabaseLoader
+from paceline.run.decode_trial import DecodeTrial
 from paceline.run.run import Run
 from paceline.run.worker_speeds import WorkerSpeeds
 
@@ -30,6 +32,8 @@ class Batches:
         epochs: number of epochs of the run, after which nothing is made ahead.
         trains: whether steps are those of the training; the batches of an evaluation are divided by
             the present shares.
+        decoding: the decode processes.
+        trial: the trial of decoding on CPU and GPU; None: the device is given.
     """
 
     loader: DatabaseLoader
@@ -37,6 +41,8 @@ class Batches:
     speeds: WorkerSpeeds
     epochs: int
     trains: bool
+    decoding: DecodePool
+    trial: DecodeTrial | None = None
     _waited: float = 0.0  # seconds, in the present epoch
 
     @property
@@ -55,11 +61,15 @@ class Batches:
         Raises:
             IndexError: the epoch has no such step.
             DataError: see `DatabaseLoader.batch`.
+            CommError: a rank was lost in the choice of the device that decodes.
         """
         following = (divmod(step + more, self.steps) for more in range(1, _AHEAD + 1))
         later = [(epoch + more, at) for more, at in following]
         ahead = [self._slice(*each) for each in later if each[0] < self.epochs]
-        batch = self.loader.batch(self._slice(epoch, step), ahead)
+        place = self._slice(epoch, step)
+        if self.trial is not None and self.trains:
+            self.trial.begin_step(place)
+        batch = self.loader.batch(place, ahead)
         self._waited += batch.waited
         return batch
 
@@ -73,7 +83,7 @@ class Batches:
         """
         share = self._waited / seconds
         self._waited = 0.0
-        remedy = self.loader.pool.remedy()
+        remedy = self.decoding.remedy()
         if share > _NAMED:
             rank, _ = self.run.rank_and_size()
             text = f"Rank {rank} waited for images {share:.0%} of the epoch's time: {remedy}"

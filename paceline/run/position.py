@@ -19,6 +19,8 @@ class Position:
         best: the best test accuracy of all completed epochs; None if there is none.
         shares: where the ranks' shares of the global batch follow their speeds: the present ones,
             and those that are planned, each as (number of the first step, samples by rank).
+        decode_device: the device that decodes images, where it was chosen by measurement; empty: it
+            isn't chosen yet, or the user has named it.
         snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
     """
 
@@ -28,6 +30,7 @@ class Position:
     sums: list[float] = field(default_factory=list)
     best: float | None = None
     snapshot_interval: int = 0
+    decode_device: str = ""
     shares: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def set(self, values: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 
 from paceline.wiring.checks import check
 from paceline.wiring.connections import connect, connect_machine, device_of, make_run
+from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
 from paceline.wiring.membership import MemberLink, join_membership
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
@@ -17,11 +18,12 @@ from paceline.wiring.recorders import (
     report_recovery,
 )
 from paceline.wiring.resume import Start, find_start
-from paceline.wiring.sources import Databases, cores_per_worker, make_loader, open_sources
+from paceline.wiring.sources import Databases, cores_per_worker, open_sources
 from paceline.wiring.trainer import build_trainer
 
 __all__ = [
     "Databases",
+    "Decoding",
     "MemberLink",
     "Start",
     "build_leader_recorder",
@@ -37,7 +39,6 @@ __all__ = [
     "find_start",
     "import_optimizers",
     "join_membership",
-    "make_loader",
     "make_model",
     "make_optimizer",
     "make_run",

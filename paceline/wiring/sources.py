@@ -1,4 +1,4 @@
-"""Databases of a run, opened, and their loaders in the run's order."""
+"""Databases of a run, opened, and their orders."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from paceline.config.data import MAX_DECODE_WORKERS, NO_DATA, DataConfig
+from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.open_database import open_database
-from paceline.data.decoding.decode_pool import DecodePool
-from paceline.data.image.augment import Transform
-from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError, many
-from paceline.run.run import Run
 
 SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size is larger
 
@@ -63,78 +57,6 @@ def open_sources(config: TrainConfig) -> Databases:
             "classes."
         )
     return Databases(train=train, test=test)
-
-
-def make_loader(
-    config: TrainConfig,
-    run: Run,
-    device: torch.device,
-    pool: DecodePool,
-    source: Source,
-    *,
-    train: bool,
-) -> DatabaseLoader:
-    """Make a rank's loader of a source, in the order of training or of evaluation.
-
-    Args:
-        config: the run's.
-        run: the run, whose recorder receives notes of the bad records that are left out.
-        device: where batches go.
-        pool: the decode processes.
-        source: the records.
-        train: shuffled, of another selection each epoch, and augmented; or as evaluation wants it.
-
-    Raises:
-        ConfigError: fewer samples than workers.
-    """
-    data, seed, group = config.data, config.optim.seed, run.context.group
-    order = order_of(config, len(source), train=train)
-    if train and order.samples < group.size:
-        raise ConfigError(
-            f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
-            f"{group.size} workers; at least one sample per worker is needed."
-        )
-    transform = Transform(
-        augment=data.augment,
-        image_size=data.image_size,
-        scale=data.scale,
-        channels=data.num_channels,
-        color_jitter=data.color_jitter if train else 0.0,
-        seed=seed,
-        train=train,
-    )
-    return DatabaseLoader(
-        source,
-        order,
-        transform,
-        pool,
-        mean=data.each_channel(data.image_mean_per_channel),
-        std=data.each_channel(data.image_std_per_channel),
-        device=device,
-        num_labels=data.num_labels,
-        skip_bad=data.bad_records == "skip",
-        warn=lambda text: run.recorder.event("note", text=text),
-        channels_last=config.model.channels_last,
-    )
-
-
-def make_decode_pool(config: TrainConfig, run: Run, device: torch.device) -> DecodePool:
-    """Make the decode processes of a rank, whose number is the user's or measured.
-
-    Args:
-        config: the run's.
-        run: the run, whose recorder receives notes.
-        device: where batches go.
-    """
-    group = run.context.group
-    # One core is the training process's own.
-    limit = min(cores_per_worker(group.local_world_size) - 1, MAX_DECODE_WORKERS)
-    return DecodePool(
-        config.data.fixed_decode_workers,
-        device,
-        limit=limit,
-        note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
-    )
 
 
 def order_of(config: TrainConfig, size: int, *, train: bool = True) -> Order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
@@ -40,11 +42,12 @@ from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
+from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.search.durable_start import DurableStart
-from paceline.wiring.sources import Databases, make_decode_pool, make_loader, order_of
+from paceline.wiring.sources import Databases, order_of
 from paceline.wiring.speeds import make_waited
 
 
@@ -94,8 +97,10 @@ def build_trainer(
     model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
     position = start.position
-    decoding = make_decode_pool(config, run, device)
-    loader_of = partial(make_loader, config, run, device, decoding)
+    decoding = Decoding(config, run, device, position.decode_device)
+    resources = ExitStack()
+    resources.callback(decoding.close)
+    trial = DecodeTrial(run, position, decoding.present) if decoding.tries else None
     speeds = WorkerSpeeds(
         run,
         position,
@@ -104,11 +109,18 @@ def build_trainer(
         report=lambda note: recorder.event("note", text=str(note)),
     )
     speeds.batch_size = config.global_batch
-    batches = partial(Batches, run=run, speeds=speeds, epochs=optim.num_epochs)
-    train = batches(loader=loader_of(sources.train, train=True), trains=True)
+    batches = partial(
+        Batches,
+        run=run,
+        speeds=speeds,
+        epochs=optim.num_epochs,
+        decoding=decoding.pool,
+        trial=trial,
+    )
+    train = batches(loader=decoding.loader(sources.train, train=True), trains=True)
     test = None
     if sources.test is not None:
-        test = batches(loader=loader_of(sources.test, train=False), trains=False)
+        test = batches(loader=decoding.loader(sources.test, train=False), trains=False)
     optimizer = make_optimizer(model, optim, config.global_batch)
     rate = LearningRate(
         policy=optim.lr_policy,
@@ -214,7 +226,7 @@ def build_trainer(
         replica=replica,
         steps=steps,
         device=device,
-        decoding=decoding,
+        resources=resources,
         train=train,
         test=test,
         save=lambda: save_weights(weights, model) if run.leads else None,

@@ -25,11 +25,11 @@ from tests.harness.data.databases import key, write_leveldb, write_lmdb, write_m
 from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.loading import (
     CPU,
-    PLAIN,
     RICH,
     ListSource,
     RankLoader,
     epoch_of,
+    host_batches,
     loader_of,
     numbered,
     photographs,
@@ -64,7 +64,7 @@ def equal(found: list[Any], expected: list[Any]) -> bool:
 
 
 def processes_of(loader: RankLoader) -> dict[int, int]:
-    server = loader.loader.pool._server
+    server = loader.pool._server
     assert server is not None
     return server.processes
 
@@ -105,8 +105,7 @@ def test_processes_make_the_bits_of_the_training_process(workers: int) -> None:
 def test_training_and_evaluation_share_the_processes() -> None:
     pool = DecodePool(2, CPU)
     source, order = ListSource(numbered(40)), Order(size=40, batch_size=8, shuffle=False)
-    options: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "device": CPU}
-    train, test = (DatabaseLoader(source, order, PLAIN, pool, **options) for _ in range(2))
+    train, test = (DatabaseLoader(order, host_batches(pool, source)) for _ in range(2))
     try:
         for step in range(4):
             places = [order.place(0, at, 0, 1) for at in (step, step + 1)]
@@ -147,7 +146,7 @@ def test_a_fork_server_that_is_killed_or_stopped_is_replaced(kind: signal.Signal
         expected = epoch_of(loader)
     with loader_of(source, 12, transform=RICH, workers=2, stopped_after=0.1) as loader:
         found = [loader.batch(0, 0)]
-        server = loader.loader.pool._server
+        server = loader.pool._server
         assert server is not None
         os.kill(server.pid, kind)
         for process in server.processes.values():
@@ -194,7 +193,7 @@ from tests.harness.data.loading import *
 with loader_of(ListSource(photographs(30)), 4, workers=3) as loader:
     loader.batch(0, 0)
     loader.batch(0, 1)
-    server = loader.loader.pool._server
+    server = loader.pool._server
     print(server.pid, *server.processes.values(), flush=True)
     sys.stdin.read()
 """

@@ -17,21 +17,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from paceline.data.batch_maker import DecodeDevice, SwitchedBatches
+from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
-from paceline.data.gpu_decode.choice import DecodeRates, faster_device
 from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder
+from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.image.augment import Transform
 from paceline.data.image.jpeg import jpeg_orientation
 from paceline.data.image.pixels import upright
-from paceline.data.order import Indices
+from paceline.data.loader import DatabaseLoader
+from paceline.data.order import Indices, Order
 from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Pixels, Record
 from paceline.errors import ConfigError, DataError
 from tests.harness.data.image_folder import put, ramp
-from tests.harness.data.loading import CPU, ListSource
+from tests.harness.data.loading import CPU, ListSource, host_batches
 from tests.harness.data.planes import PlaneDecoder, decoded
 
 SIDE = 12
@@ -76,13 +79,16 @@ def _make(
     source = ListSource([Record(image, 10 * at) for at, image in enumerate(images)])
     channels = transform.channels
     planes = decoder(channels)
-    batches = GpuBatchDecoder(
-        source,
-        transform,
-        mean=MEAN[:channels],
-        std=STD[:channels],
+    maker = SampleMaker(
+        source=source,
+        transform=transform,
         fill=np.array(FILL[:channels], np.uint8),
         num_labels=num_labels,
+    )
+    batches = GpuBatchDecoder(
+        maker,
+        mean=MEAN[:channels],
+        std=STD[:channels],
         device=CPU,
         jpeg=planes,
         channels_last=True,
@@ -350,23 +356,35 @@ def test_torchvision_without_nvjpeg_is_refused(gpu: Any) -> None:
     assert "can't decode here: torchvision not compiled with nvJPEG support; " in _refused()
 
 
-@pytest.mark.parametrize(
-    ("cpu", "cuda", "device"),
-    [
-        (DecodeRates(input=1200, step=4600), DecodeRates(input=9000, step=4300), "cuda"),
-        (DecodeRates(input=5800, step=4600), DecodeRates(input=9000, step=4300), "cpu"),
-        (DecodeRates(input=5800, step=900), DecodeRates(input=9000, step=910), "cpu"),
-    ],
-)
-def test_the_faster_training_decides(cpu: DecodeRates, cuda: DecodeRates, device: str) -> None:
-    chosen, sentence = faster_device(cpu, cuda)
-    assert chosen == device
-    assert sentence.startswith(f"Images are decoded by {device}. ")
-
-
-def test_the_choice_is_said_with_its_figures() -> None:
-    rates = DecodeRates(input=1200, step=4600), DecodeRates(input=9000, step=4300)
-    assert faster_device(*rates)[1] == (
-        "Images are decoded by cuda. Measured beside training: 1,200 images/s by cpu (input 1,200, "
-        "steps 4,600), 4,300 images/s by cuda (input 9,000, steps 4,300)."
-    )
+def test_a_loader_takes_batches_of_both_devices() -> None:
+    """A switch between the devices, other shares and a bad record: the bits of the CPU alone."""
+    images = [
+        simplejpeg.encode_jpeg(ramp(20, 16, seed=i), colorsubsampling="444") for i in range(24)
+    ]
+    images[9] = b"no image"
+    source = ListSource([Record(image, at) for at, image in enumerate(images)])
+    transform = Transform(augment="caffe2", image_size=8, scale=10, seed=3)
+    order = Order(size=24, batch_size=8, shuffle=False)
+    shares = [(5, 3), (8, 0), (3, 5), (0, 8), (4, 4)]
+    pool, thread, present = DecodePool(0, CPU), DecodeThread(), DecodeDevice("cpu")
+    try:
+        cpu = host_batches(pool, source, transform, mean=MEAN, std=STD)
+        maker = SampleMaker(
+            source=source, transform=transform, fill=np.array(FILL, np.uint8), num_labels=None
+        )
+        gpu = GpuBatchDecoder(
+            maker, mean=MEAN, std=STD, device=CPU, jpeg=PlaneDecoder(3), channels_last=True
+        )
+        switched = SwitchedBatches(present, cpu, DeviceBatches(gpu, thread))
+        loaders = [DatabaseLoader(order, each, skip_bad=True) for each in (cpu, switched)]
+        for number, divided in enumerate(shares):
+            step = number % 3
+            places = [order.place(0, at % 3, 0, 2, divided) for at in (step, step + 1)]
+            expected, found = (loader.batch(places[0], places[1:]) for loader in loaders)
+            assert found.place == expected.place
+            assert torch.equal(found.labels, expected.labels)
+            assert torch.allclose(found.images, expected.images, rtol=0, atol=1e-5)
+            present.name = "cuda" if number % 2 == 0 else "cpu"
+    finally:
+        pool.close()
+        thread.close()

@@ -14,7 +14,6 @@ from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
-from paceline.data.decoding.decode_pool import DecodePool
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
@@ -112,11 +111,10 @@ def test_a_database_in_a_folder_that_may_not_be_entered_is_refused(tmp_path: Pat
 def loaded(config: TrainConfig) -> tuple[list[int], list[str]]:
     """The labels of an epoch, sorted, and the notes that were made."""
     sources, notes = build.open_sources(config), Notes()
-    with closing(sources):
-        run = run_of(recorder=notes)
-        with closing(DecodePool(0, CPU)) as pool:
-            loader = build.make_loader(config, run, CPU, pool, sources.train, train=True)
-            order = loader.order
-            batches = [loader.batch(order.place(0, step, 0, 1)) for step in range(order.steps)]
+    decoding = build.Decoding(config, run_of(recorder=notes), CPU)
+    with closing(sources), closing(decoding):
+        loader = decoding.loader(sources.train, train=True)
+        order = loader.order
+        batches = [loader.batch(order.place(0, step, 0, 1)) for step in range(order.steps)]
     found = [label for batch in batches for label in batch.labels[: batch.place.count].tolist()]
     return sorted(found), notes.texts

@@ -36,7 +36,7 @@ OPEN: list[Trainer] = []  # of the present test
 def close_decode_pools() -> Iterator[None]:
     yield
     while OPEN:
-        OPEN.pop().decoding.close()
+        OPEN.pop().resources.close()
 
 
 def config_of(*words: str) -> TrainConfig:

@@ -61,6 +61,11 @@ class Work:
     slots: range
     bad: dict[int, DataError] = field(default_factory=dict)
 
+    @property
+    def records(self) -> Indices:
+        """The records' numbers, shape (n,)."""
+        return self.room.records
+
 
 class DecodePool:
     """Decode processes, the queue from which they take chunks, and the rooms that they fill.

@@ -21,11 +21,10 @@ from torch import Tensor
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
 from paceline.data.gpu_decode.jpeg_decoder import JpegDecoder
 from paceline.data.gpu_decode.plan import plan_of
-from paceline.data.image.augment import Transform, View
+from paceline.data.image.augment import View
 from paceline.data.image.jpeg import jpeg_orientation
 from paceline.data.order import Indices
 from paceline.data.sample_maker import SampleMaker
-from paceline.data.source import Pixels, Source
 from paceline.errors import DataError
 
 _PORTION = 2**30  # bytes of decoded pixels at a time: a batch of large photographs has ten times it
@@ -75,13 +74,9 @@ class GpuBatchDecoder:
     """Decoder of whole batches on a device, used by one thread.
 
     Args:
-        source: the source of records, which the caller must close.
-        transform: the transform of each image.
+        maker: the sample maker, for what the decoder doesn't take.
         mean: mean of each channel, in 0..255; a single value is used for all channels.
         std: standard deviation of each channel, in 0..255; a single value is used for all channels.
-        fill: the colour of what an image leaves empty, uint8 of shape (channels,).
-        num_labels: number of classes: labels must be 0 to num_labels - 1; None: labels are not
-            checked.
         device: device on which the batches are made; a CPU where Triton's interpreter runs.
         jpeg: the decoder of baseline JPEG files.
         channels_last: whether images are in channels-last memory format.
@@ -89,13 +84,10 @@ class GpuBatchDecoder:
 
     def __init__(
         self,
-        source: Source,
-        transform: Transform,
+        maker: SampleMaker,
         *,
         mean: Sequence[float],
         std: Sequence[float],
-        fill: Pixels,
-        num_labels: int | None,
         device: torch.device,
         jpeg: JpegDecoder,
         channels_last: bool,
@@ -104,15 +96,13 @@ class GpuBatchDecoder:
         from paceline.data.gpu_decode.kernel import make_samples
 
         self._make_samples = make_samples
-        self._maker = SampleMaker(
-            source=source, transform=transform, fill=fill, num_labels=num_labels
-        )
+        self._maker = maker
         self._device = device
         self._jpeg = jpeg
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        scale = 1 / np.broadcast_to(np.asarray(std, np.float64), fill.shape)
-        constants = torch.from_numpy(np.stack([scale, -np.asarray(mean) * scale, fill]))
+        scale = 1 / np.broadcast_to(np.asarray(std, np.float64), maker.fill.shape)
+        constants = torch.from_numpy(np.stack([scale, -np.asarray(mean) * scale, maker.fill]))
         with torch.cuda.stream(self._stream):  # no stream, no effect
             self._constants = constants.to(device, torch.float32)
 

@@ -13,10 +13,13 @@ import torch
 from PIL import Image
 
 from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.image.augment import Transform
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.data.order import Order
+from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Record
+from paceline.data.upload import Upload
 
 CPU = torch.device("cpu")
 PLAIN = Transform(augment="none", image_size=8)
@@ -75,11 +78,14 @@ class RankLoader:
         shares: Callable[[int], Sequence[int] | None],
         prefetch: int,
         epochs: int | None,
-        close: Callable[[], None],
+        pool: DecodePool,
     ) -> None:
-        self.loader, self.steps, self.close = loader, loader.order.steps, close
+        self.loader, self.steps, self.pool = loader, loader.order.steps, pool
         self._rank_and_size, self._shares = rank_and_size, shares
         self._prefetch, self._epochs = prefetch, epochs
+
+    def close(self) -> None:
+        self.pool.close()
 
     def batch(self, epoch: int, step: int) -> Batch:
         rank_and_size = self._rank_and_size()
@@ -92,6 +98,27 @@ class RankLoader:
             if self._epochs is None or at < self._epochs
         ]
         return self.loader.batch(place, ahead)
+
+
+def host_batches(
+    pool: DecodePool,
+    source: Any,
+    transform: Transform = PLAIN,
+    *,
+    mean: tuple[float, ...] = (0.0,),
+    std: tuple[float, ...] = (1.0,),
+    num_labels: int | None = None,
+    channels_last: bool = True,
+) -> HostBatches:
+    """Batches of a pool, on the CPU."""
+    channels = transform.channels
+    fill = np.broadcast_to(np.clip(np.rint(mean), 0, 255).astype(np.uint8), (channels,))
+    maker = SampleMaker(source=source, transform=transform, fill=fill, num_labels=num_labels)
+    width, pixels = transform.image_size, {"mean": mean, "std": std}
+    upload = Upload(
+        **pixels, channels=channels, width=width, device=CPU, channels_last=channels_last
+    )
+    return HostBatches(pool, maker, upload)
 
 
 @contextmanager
@@ -113,11 +140,19 @@ def loader_of(
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
     transform = options.pop("transform", PLAIN)
     pool = DecodePool(workers, CPU, note=note, stopped_after=stopped_after)
-    defaults: dict[str, Any] = {"mean": (0.0,), "std": (1.0,)}
-    loader = DatabaseLoader(source, order, transform, pool, device=CPU, **(defaults | options))
+    maker = host_batches(
+        pool,
+        source,
+        transform,
+        mean=options.pop("mean", (0.0,)),
+        std=options.pop("std", (1.0,)),
+        num_labels=options.pop("num_labels", None),
+        channels_last=options.pop("channels_last", True),
+    )
+    loader = DatabaseLoader(order, maker, **options)
     ranked = rank_and_size or (lambda: (rank, world_size))
     try:
-        yield RankLoader(loader, ranked, shares, prefetch, epochs, pool.close)
+        yield RankLoader(loader, ranked, shares, prefetch, epochs, pool)
     finally:
         pool.close()
 

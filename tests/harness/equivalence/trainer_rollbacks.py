@@ -235,7 +235,7 @@ class TrainerRollbacks:
                 backup=backup,
                 announce=self._announce,
             )
-            for part in (trainer.replica, trainer.decoding):
+            for part in (trainer.replica, trainer.resources):
                 stack.callback(part.close)
             trainer.steps.recovery.record_start(
                 None,

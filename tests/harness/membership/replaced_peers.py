@@ -142,7 +142,7 @@ class Participant:
             next_generation=self._next_generation,
             backup=link.backup,
         )
-        for part in (self.trainer.replica, self.trainer.decoding):
+        for part in (self.trainer.replica, self.trainer.resources):
             stack.callback(part.close)
         hook = self.trainer.model.register_forward_pre_hook(lambda *_: self._begin_step())
         stack.callback(hook.remove)

@@ -1,0 +1,157 @@
+"""What makes the batches of a rank, as the flags say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config.data import MAX_DECODE_WORKERS
+from paceline.config.train import TrainConfig
+from paceline.data.batch_maker import BatchMaker, DecodeDevice, SwitchedBatches
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.host_batches import HostBatches
+from paceline.data.gpu_decode.decoder import GpuBatchDecoder
+from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
+from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
+from paceline.data.gpu_decode.requirements import require_gpu_decoding
+from paceline.data.image.augment import Transform
+from paceline.data.loader import DatabaseLoader
+from paceline.data.sample_maker import SampleMaker
+from paceline.data.source import Source
+from paceline.data.upload import Upload
+from paceline.errors import ConfigError, Message, many
+from paceline.run.run import Run
+from paceline.wiring.sources import cores_per_worker, order_of
+
+
+class Decoding:
+    """What makes a rank's batches, of training and evaluation: processes, GPU, or both.
+
+    Args:
+        config: the run's.
+        run: the run, whose recorder receives notes.
+        device: where batches go.
+        chosen: the device that a resumed run has chosen to decode on; empty: none.
+
+    Attributes:
+        pool: the decode processes.
+        present: where images are decoded.
+        tries: whether both devices are to be measured.
+
+    Raises:
+        ConfigError: images can't be decoded on the GPU, as asked for.
+    """
+
+    def __init__(
+        self, config: TrainConfig, run: Run, device: torch.device, chosen: str = ""
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._device = device
+        given = config.data.decode_device
+        self.tries = given == "auto" and not chosen
+        self._gpu = "cuda" in (given, chosen) or self.tries
+        if self._gpu and not self._can_use_gpu(given, chosen):
+            self._gpu = False
+            self.tries = False
+            chosen = "cpu"
+        self.present = DecodeDevice(chosen or ("cuda" if self._gpu else "cpu"))
+        self._thread = DecodeThread() if self._gpu else None
+        group = run.context.group
+        # One core is the training process's own.
+        limit = min(cores_per_worker(group.local_world_size) - 1, MAX_DECODE_WORKERS)
+        workers = config.data.fixed_decode_workers
+        self.pool = DecodePool(
+            limit if workers is None and self.tries else workers,
+            device,
+            limit=limit,
+            note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
+        )
+
+    def loader(self, source: Source, *, train: bool) -> DatabaseLoader:
+        """Make the loader of a source, in the order of training or of evaluation.
+
+        Args:
+            source: the records.
+            train: shuffled, of another selection each epoch, and augmented; or as evaluation wants
+                it.
+
+        Raises:
+            ConfigError: fewer samples than workers.
+        """
+        data = self._config.data
+        group = self._run.context.group
+        order = order_of(self._config, len(source), train=train)
+        if train and order.samples < group.size:
+            raise ConfigError(
+                f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
+                f"{group.size} workers; at least one sample per worker is needed."
+            )
+        maker = self._maker(source, train=train)
+        return DatabaseLoader(
+            order,
+            maker,
+            skip_bad=data.bad_records == "skip",
+            warn=lambda text: self._run.recorder.event("note", text=text),
+        )
+
+    def close(self) -> None:
+        """End the decode processes and the thread."""
+        self.pool.close()
+        if self._thread is not None:
+            self._thread.close()
+
+    def _maker(self, source: Source, *, train: bool) -> BatchMaker:
+        data = self._config.data
+        mean = data.each_channel(data.image_mean_per_channel)
+        maker = SampleMaker(
+            source=source,
+            transform=Transform(
+                augment=data.augment,
+                image_size=data.image_size,
+                scale=data.scale,
+                channels=data.num_channels,
+                color_jitter=data.color_jitter if train else 0.0,
+                seed=self._config.optim.seed,
+                train=train,
+            ),
+            fill=np.clip(np.rint(mean), 0, 255).astype(np.uint8),
+            num_labels=data.num_labels,
+        )
+        pixels: dict[str, Any] = {
+            "mean": mean,
+            "std": data.each_channel(data.image_std_per_channel),
+            "device": self._device,
+            "channels_last": self._config.model.channels_last,
+        }
+        width = data.image_size
+        upload = Upload(**pixels, channels=data.num_channels, width=width)
+        cpu = HostBatches(self.pool, maker, upload)
+        if self._thread is None:
+            return cpu
+        # torchvision is imported only where the GPU decodes.
+        jpeg = TorchvisionDecoder(channels=data.num_channels, device=self._device)
+        cuda = DeviceBatches(GpuBatchDecoder(maker, **pixels, jpeg=jpeg), self._thread)
+        return SwitchedBatches(self.present, cpu, cuda)
+
+    def _can_use_gpu(self, given: str, chosen: str) -> bool:
+        """Return whether the GPU can decode; raise, or note, that it can't."""
+        try:
+            if self._device.type != "cuda":
+                raise ConfigError(
+                    flag="decode_device",
+                    value=given,
+                    rule="this worker trains on a CPU",
+                    remedy=Message("leave out {--decode_device}"),
+                )
+            require_gpu_decoding()
+        except ConfigError as error:
+            if given == "cuda":
+                raise
+            changed = ", unlike before; its pixels differ slightly" if chosen else ""
+            text = f"Images are decoded by cpu{changed}. {error}"
+            self._run.recorder.event("note", text=text)
+            return False
+        return True
