@@ -70,7 +70,6 @@ def restore_divided(
     local: Mapping[str, Any],
     shared: Mapping[str, Any],
     communicator: Communicator,
-    device: torch.device,
 ) -> bool:
     """Restore what `divide_state` returned, in the same world or another; collective.
 
@@ -81,7 +80,6 @@ def restore_divided(
         local: of this worker; a new one has none.
         shared: as returned on any worker.
         communicator: the workers.
-        device: where the communicator's tensors live.
 
     Returns:
         False where residuals had to be dropped.
@@ -106,20 +104,19 @@ def restore_divided(
                     present = weights.get(name, shared["anchor"][name])
                     weights[name] = torch.lerp(present, part[UNMERGED][name], given / both)
                 samples = [*samples[:number], both, *samples[number + 1 :]]
-    _require_all(samples, shared[SAMPLES], communicator, device)
+    _require_all(samples, shared[SAMPLES], communicator)
     average.restore(shared, {OWN: weights, TAKEN: taken, SAMPLES: samples, RESIDUAL: None})
     residuals = [(part.get(RESIDUAL) or {}) for part in parts]
-    return restore_parts(average.residuals, residuals, communicator, device)
+    return restore_parts(average.residuals, residuals, communicator)
 
 
 def _require_all(
     samples: Sequence[float],
     of_all: Sequence[int],
     communicator: Communicator,
-    device: torch.device,
 ) -> None:
     """Require that the workers have all samples that aren't merged yet; collective."""
-    present = torch.tensor(samples, dtype=torch.float64, device=device)
+    present = torch.tensor(samples, dtype=torch.float64)
     found = total(communicator, present, "the samples of all unmerged changes").tolist()
     if any(one < expected - _HALF for one, expected in zip(found, of_all, strict=True)):
         raise RankStateError(

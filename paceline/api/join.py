@@ -197,11 +197,11 @@ def _open_world(session: Session) -> World:
     start, run, speed = Start(), session.make_run(), SpeedRecorder()
     losses = LossHistory(partial(report_recovery, run))
     if path is not None:
-        start = find_start(output, path, session.identity, run, session.device)
+        start = find_start(output, path, session.identity, run)
         for note in start.notes if group.rank == 0 else ():
             print_message(note)
         path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
-        run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
+        run.trace = build_trace(output, run, path, print_message_for_scripts)
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         account = StepAccount(
             EventFile(path, group.member.id, member_check(run)),

@@ -319,6 +319,6 @@ def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
     own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
     what = "the broadcast of rank 0's optimizer state"
-    state = broadcast_state(world._run.context.communicator, own, world.device, what)
+    state = broadcast_state(world._run.context.communicator, own, what)
     if state is not None and world.rank > 0:
         optimizer.load_state_dict(state)

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-import torch
-
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_texts
@@ -55,7 +53,6 @@ class Rollback:
         position: the run's position.
         end: the world's end, where the run can't continue.
         run: the run.
-        device: of the communicator's tensors.
 
     Attributes:
         steps: the steps of the model; None: there is no model yet.
@@ -63,10 +60,8 @@ class Rollback:
         moved: whether the ranks have changed since the loader's last batch, without a return.
     """
 
-    def __init__(
-        self, position: SamplePosition, end: WorldEnd, run: Run, device: torch.device
-    ) -> None:
-        self._position, self._end, self._run, self._device = position, end, run, device
+    def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
+        self._position, self._end, self._run = position, end, run
         self._behind = False  # other ranks are at a later place
         self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.steps: Steps | None = None
@@ -153,7 +148,7 @@ class Rollback:
 
     def _gather_places(self, place: int) -> list[int]:
         communicator = self._run.context.communicator
-        return list(map(int, gather_texts(communicator, str(int(place)), self._device, _MEETING)))
+        return list(map(int, gather_texts(communicator, str(int(place)), _MEETING)))
 
     @contextmanager
     def accumulating(self, replica: AnyReplica) -> Iterator[None]:

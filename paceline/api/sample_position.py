@@ -17,8 +17,6 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-
 from paceline.api.cell_errors import CellErrors
 from paceline.comm.communicator import gather_counts
 from paceline.data.batch_slice import BatchSlice
@@ -34,7 +32,6 @@ class SamplePosition:
     Args:
         position: the run's position, which each step advances.
         run: the run, whose ranks take samples.
-        device: device of the tensors that are communicated.
         errors: detects an error that ends the loop over the loader in an interactive interpreter.
 
     Attributes:
@@ -54,7 +51,6 @@ class SamplePosition:
         self,
         position: Position,
         run: Run,
-        device: torch.device,
         errors: CellErrors | None = None,
     ) -> None:
         self.position = position
@@ -63,7 +59,7 @@ class SamplePosition:
         self.begun = self.several = self.measured = False
         self._trained: BatchSlice | None = None  # by the last step, if another may train it too
         self._saved = False  # since the last step
-        self._run, self._device = run, device
+        self._run = run
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
         self.stream: Mapping[str, Any] | None = None
@@ -322,7 +318,7 @@ class SamplePosition:
         if samples < 0:
             raise ConfigError(f"samples is {samples}; it must be at least 0.")
         what = "the ranks' numbers of samples"
-        received = gather_counts(self._run.context.communicator, samples, self._device, what)
+        received = gather_counts(self._run.context.communicator, samples, what)
         if not sum(received):
             raise ConfigError("samples is 0 on all ranks: a step needs at least one sample.")
         return received

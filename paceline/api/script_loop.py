@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments
@@ -56,7 +55,6 @@ class ScriptLoop:
         position: the run's position.
         end: the world's end.
         begin: called once, when the first step begins.
-        device: of the communicator's tensors.
 
     Attributes:
         steps: the steps of the models; None: there is no model yet.
@@ -72,12 +70,11 @@ class ScriptLoop:
         position: SamplePosition,
         end: WorldEnd,
         begin: Callable[[], None],
-        device: torch.device,
     ) -> None:
         self._run, self._position, self._end, self._begin = run, position, end, begin
         self.steps: Steps | None = None
         self.replica: AnyReplica | None = None
-        self.rollback = Rollback(position, end, run, device)
+        self.rollback = Rollback(position, end, run)
         self.loaders, self.begun = 0, False
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too

@@ -75,13 +75,13 @@ class World:
         self._start = start  # without the checkpoint from the first step on
         self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
         errors = CellErrors(interactive=session.interactive_signals.enabled)
-        self._position = SamplePosition(start.position, run, session.device, errors)
+        self._position = SamplePosition(start.position, run, errors)
         start.restore({"course": self._position})
         self._pairs: list[Pair] = []  # a model and an optimizer each
         self._bound = session.resources.enter_context(ExitStack())  # what binds them; replaceable
         self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
-        self._loop = ScriptLoop(run, self._position, self._end, self._begin, session.device)
+        self._loop = ScriptLoop(run, self._position, self._end, self._begin)
         link = session.link
         self._next_generation: NextGeneration | None = (
             None if link is None else link.next_generation
@@ -230,9 +230,7 @@ class World:
         with self._end.explained(call):
             if isinstance(replica, AveragedReplica):
                 communicator = self._run.context.communicator
-                require_same_call(
-                    communicator, call, "", self.device, f"{call}, which all ranks must call"
-                )
+                require_same_call(communicator, call, "", f"{call}, which all ranks must call")
             replica.merge()
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -257,14 +255,14 @@ class World:
                 "world.total() was called inside a step before optimizer.step(), during the "
                 "gradient exchange: call it after optimizer.step()."
             )
-        values = tensor.detach().to(self.device)
+        values = tensor.detach()
         values = values.long() if values.dtype is torch.bool else values
         what = "world.total(), which all ranks must call"
         with self._end.explained("world.total()"):
             communicator = self._run.context.communicator
             form = f"{values.dtype} of shape {tuple(values.shape)}"
-            require_same_call(communicator, "world.total()", form, self.device, what)
-            return total(communicator, values, what).to(tensor.device)
+            require_same_call(communicator, "world.total()", form, what)
+            return total(communicator, values, what)
 
     def evaluation(self, loader: object) -> Iterator[Any]:
         """Yield the batches of an evaluation that outlives lost peers. All ranks call it.
@@ -369,7 +367,7 @@ class World:
                 if replica is not None and replica.stateful:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     communicator = self._run.context.communicator
-                    require_same_call(communicator, call, "", self.device, what)
+                    require_same_call(communicator, call, "", what)
                 steps.save(together=False)
             except CommError as error:
                 return self._loop.lose_between_steps(error)
@@ -525,7 +523,6 @@ class World:
             self._run,
             replica,
             self._state_objects(),
-            session.device,
             enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
             limit_mb=output.snapshot_memory_mb,
@@ -578,7 +575,6 @@ class World:
             session.run,
             session.output,
             session.identity,
-            session.device,
             restore=partial(restore_checkpoint, objects=objects),
             replicas=lambda: replicas,
             report=report,

@@ -2,6 +2,9 @@
 
 `all_reduce` returns a ticket at once; `Ticket.wait` waits for the result. Every wait has a limit,
 and an error names the operation, this rank and, where the transport knows it, the peer.
+
+Whatever the ranks compute on, the functions here exchange tensors in this machine's memory: what
+they carry, the host knows, or must know.
 """
 
 from __future__ import annotations
@@ -97,14 +100,14 @@ def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
     Raises:
         CommError: as `Ticket.wait`.
     """
-    result = tensor.clone()
+    if communicator.world_size == 1:
+        return tensor.clone()
+    result = tensor.detach().to("cpu", copy=True)
     communicator.all_reduce(result).wait(operation)
-    return result
+    return result.to(tensor.device)
 
 
-def gather_texts(
-    communicator: Communicator, text: str, device: torch.device, operation: str
-) -> list[str]:
+def gather_texts(communicator: Communicator, text: str, operation: str) -> list[str]:
     """Return the first `TEXT_BYTES` of each rank's `text`, on all ranks; collective.
 
     A rank that is in another collective meanwhile lets this one time out. The transport itself
@@ -113,9 +116,7 @@ def gather_texts(
     Raises:
         CommError: as `Ticket.wait`.
     """
-    mine = torch.tensor(
-        list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8, device=device
-    )
+    mine = torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(communicator.world_size)]
     communicator.gather(mine, rows if communicator.rank == 0 else []).wait(operation)
     table = torch.stack(rows)
@@ -127,7 +128,6 @@ def require_same_call(
     communicator: Communicator,
     call: str,
     given: str,
-    device: torch.device,
     operation: str,
     *,
     remedy: str = "pass tensors of the same shape and dtype",
@@ -138,7 +138,6 @@ def require_same_call(
         communicator: connects the ranks.
         call: the call, for the errors.
         given: this rank's form of the arguments; "" where there are none.
-        device: where the communicator's tensors live.
         operation: as in `Ticket.wait`.
         remedy: what to do where the arguments differ.
 
@@ -147,7 +146,7 @@ def require_same_call(
         CommError: a peer was lost, or silent.
     """
     try:
-        texts = gather_texts(communicator, f"{call}\n{given}", device, operation)
+        texts = gather_texts(communicator, f"{call}\n{given}", operation)
     except CommError as error:
         error.of_call = True
         raise
@@ -169,14 +168,18 @@ def require_same_call(
 def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:
     """Give all ranks rank 0's values of `tensors`, one broadcast a dtype; collective.
 
+    Those of a GPU travel through this machine's memory, where ranks may share the GPU.
+
     Raises:
         CommError: as `Ticket.wait`.
     """
+    if communicator.world_size == 1:
+        return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
-        flat = torch.cat([tensor.detach().flatten() for tensor in alike])
+        flat = torch.cat([tensor.detach().flatten() for tensor in alike]).cpu()
         # as bytes: some dtypes are unknown to some transports
         communicator.broadcast(flat.view(torch.uint8)).wait(operation)
         sizes = [tensor.numel() for tensor in alike]
@@ -184,58 +187,48 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
             tensor.detach().copy_(values.view(tensor.shape))
 
 
-def gather_counts(
-    communicator: Communicator, count: int, device: torch.device, operation: str
-) -> list[int]:
+def gather_counts(communicator: Communicator, count: int, operation: str) -> list[int]:
     """Return each rank's `count` on all ranks; collective, as `gather_bytes`."""
-    counts, ticket = begin_gather_counts(communicator, count, device)
+    counts, ticket = begin_gather_counts(communicator, count)
     ticket.wait(operation)
     gathered: list[int] = counts.tolist()
     return gathered
 
 
-def begin_gather_counts(
-    communicator: Communicator, count: int, device: torch.device
-) -> tuple[Tensor, Ticket]:
+def begin_gather_counts(communicator: Communicator, count: int) -> tuple[Tensor, Ticket]:
     """Start to gather each rank's `count`; return (world_size,) int64, and when it is ready."""
-    counts = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    counts = torch.zeros(communicator.world_size, dtype=torch.int64)
     counts[communicator.rank] = count
     return counts, communicator.all_reduce(counts)
 
 
-def gather_bytes(
-    communicator: Communicator, data: bytes, device: torch.device, operation: str
-) -> list[bytes]:
+def gather_bytes(communicator: Communicator, data: bytes, operation: str) -> list[bytes]:
     """Return each rank's `data`, of any length, on all ranks; collective.
 
     Args:
         communicator: the ranks.
         data: this rank's.
-        device: where the communicator's tensors live.
         operation: the name of the operation, for errors.
 
     Raises:
         CommError: as `Ticket.wait`.
     """
-    sizes = gather_counts(communicator, len(data), device, operation)
+    sizes = gather_counts(communicator, len(data), operation)
     parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     if data:
         parts[communicator.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    flat = torch.cat(parts).to(device)  # the others' parts are zeros: the sum has all parts
+    flat = torch.cat(parts)  # the others' parts are zeros: the sum has all parts
     if flat.numel():
         communicator.all_reduce(flat).wait(operation)
-    return [part.numpy().tobytes() for part in flat.cpu().split(sizes)]
+    return [part.numpy().tobytes() for part in flat.split(sizes)]
 
 
-def broadcast_state(
-    communicator: Communicator, state: Any, device: torch.device, operation: str
-) -> Any:
+def broadcast_state(communicator: Communicator, state: Any, operation: str) -> Any:
     """Return rank 0's tree of tensors and plain values on all ranks, in this machine's memory.
 
     Args:
         communicator: the ranks.
         state: rank 0's; the others' is ignored.
-        device: where the communicator's tensors live.
         operation: the name of the operation, for errors.
 
     Raises:
@@ -244,12 +237,12 @@ def broadcast_state(
     data = io.BytesIO()
     if communicator.rank == 0:
         torch.save(state, data)
-    size = torch.tensor([len(data.getbuffer())], dtype=torch.int64, device=device)
+    size = torch.tensor([len(data.getbuffer())], dtype=torch.int64)
     communicator.broadcast(size).wait(operation)
     room = bytearray(data.getvalue() or int(size))  # on other ranks zeros, which are replaced
-    flat = torch.frombuffer(room, dtype=torch.uint8).to(device)
+    flat = torch.frombuffer(room, dtype=torch.uint8)
     communicator.broadcast(flat).wait(operation)
-    received = io.BytesIO(flat.cpu().numpy().tobytes())
+    received = io.BytesIO(flat.numpy().tobytes())
     return torch.load(received, map_location="cpu", weights_only=True)
 
 
@@ -259,7 +252,7 @@ def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> li
     Raises:
         CommError: as `Ticket.wait`.
     """
-    lengths = gather_counts(communicator, tensor.numel(), tensor.device, operation)
+    lengths = gather_counts(communicator, tensor.numel(), operation)
     padded = tensor.new_zeros(max(lengths))
     padded[: tensor.numel()] = tensor
     into = [torch.empty_like(padded) for _ in lengths] if communicator.rank == 0 else []

@@ -15,9 +15,7 @@ _ROUNDS = 3
 
 
 def seconds_per_byte(
-    communicator: Communicator,
-    device: torch.device,
-    clock: Callable[[], float] = time.perf_counter,
+    communicator: Communicator, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return how many seconds a sum over all ranks takes for each further byte; collective.
 
@@ -27,7 +25,6 @@ def seconds_per_byte(
 
     Args:
         communicator: connects the ranks.
-        device: device of its tensors.
         clock: returns seconds since an arbitrary origin.
 
     Returns:
@@ -37,10 +34,10 @@ def seconds_per_byte(
         CommError: a peer was lost, or silent.
     """
     what = "the measurement of the link"
-    total(communicator, torch.zeros(1, device=device), what)  # the ranks begin together
+    total(communicator, torch.zeros(1), what)  # the ranks begin together
     shortest = []
     for size in _SIZES:
-        values = torch.zeros(size, device=device)
+        values = torch.zeros(size)
         times = []
         for _ in range(_ROUNDS):
             begin = clock()
@@ -48,5 +45,5 @@ def seconds_per_byte(
             times.append(clock() - begin)
         shortest.append(min(times))
     own = max(0.0, shortest[1] - shortest[0]) / _BYTES
-    mean = total(communicator, torch.tensor(own, dtype=torch.float64, device=device), what)
+    mean = total(communicator, torch.tensor(own, dtype=torch.float64), what)
     return mean.item() / communicator.world_size

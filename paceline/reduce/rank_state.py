@@ -95,15 +95,12 @@ def agreed(values: Iterable[T]) -> T:
     return found.pop()
 
 
-def gather_parts(
-    communicator: Communicator, part: Any, device: torch.device, operation: str
-) -> list[Any]:
+def gather_parts(communicator: Communicator, part: Any, operation: str) -> list[Any]:
     """Return all ranks' parts of a state on rank 0; nothing elsewhere. Collective.
 
     Args:
         communicator: the ranks.
         part: this rank's; a tree of tensors and plain values.
-        device: where the communicator's tensors live.
         operation: the name of the operation, for errors.
 
     Raises:
@@ -112,9 +109,9 @@ def gather_parts(
     data = io.BytesIO()
     torch.save(part, data)
     packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
-    files = gather_all(communicator, packed.to(device), operation)
+    files = gather_all(communicator, packed, operation)
     return [
-        torch.load(io.BytesIO(file.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+        torch.load(io.BytesIO(file.numpy().tobytes()), map_location="cpu", weights_only=True)
         for file in files
     ]
 
@@ -123,7 +120,6 @@ def restore_parts(
     own: RankState | None,
     parts: Sequence[Mapping[str, Any]],
     communicator: Communicator,
-    device: torch.device,
 ) -> bool:
     """Restore the parts of one snapshot, in the same world or another; collective.
 
@@ -131,7 +127,6 @@ def restore_parts(
         own: the state of this rank; None on all ranks: none is divided.
         parts: the parts that this rank has: its own first, then those of members that are gone.
         communicator: the ranks.
-        device: where the communicator's tensors live.
 
     Returns:
         False where some of the parts had to be dropped.
@@ -143,13 +138,13 @@ def restore_parts(
     if own is None:
         return not any(parts)
     what = "the division of the ranks' state"
-    same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
+    same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])))
     if total(communicator, same, what).item() == communicator.world_size:
         return True
-    of_all = gather_parts(communicator, list(parts), device, what)
+    of_all = gather_parts(communicator, list(parts), what)
     full = [part for some in of_all for part in some if part]  # a new member has none
     merged = own.combine(full) if of_all else None
-    return own.restore(broadcast_state(communicator, merged, device, what))
+    return own.restore(broadcast_state(communicator, merged, what))
 
 
 class RankState(Protocol):

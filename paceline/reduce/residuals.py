@@ -75,9 +75,8 @@ class Residuals:
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' residuals, by parameter and group, on rank 0."""
         what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
-        device = self._buckets[0].templates[0].device
         part = self._part(lambda feedback: feedback.residual)
-        parts = gather_parts(communicator, part, device, what)
+        parts = gather_parts(communicator, part, what)
         return self.combine(parts) if parts else None
 
     def restore(self, state: Mapping[str, Any]) -> bool:

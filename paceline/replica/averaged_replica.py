@@ -247,8 +247,8 @@ class AveragedReplica:
             "buffers": dict(self._model.named_buffers()),
             "optimizer": self._optimizer.state_dict(),
         }
-        device, what = self._trained.tensors[0].device, "the gather of the workers' own weights"
-        gathered = gather_parts(self._communicator(), copy_state(own), device, what)
+        what = "the gather of the workers' own weights"
+        gathered = gather_parts(self._communicator(), copy_state(own), what)
         if not gathered:
             return None
         return {AVERAGE: {WORKERS: gathered, MERGED: copy_state(self._average.shared())}}
@@ -320,9 +320,8 @@ class AveragedReplica:
             self._start = {}
             return True
         local, shared = self._start[LOCAL], self._start[SHARED]
-        device = self._trained.tensors[0].device
         communicator, self._start = self._communicator(), {}
-        return restore_divided(self._average, parts, local, shared, communicator, device)
+        return restore_divided(self._average, parts, local, shared, communicator)
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the exchange, without a wait."""

@@ -140,13 +140,13 @@ class ReplicaBinder:
         """
         old = self._bound
         self._plan = plan or self._plan
-        device, stateful, state = old.trained.tensors[0].device, self.stateful, self.state()
+        stateful, state = self.stateful, self.state()
         old.synchronizer.drain()
         self.unbind()
         new = self.bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
-            self.restore(broadcast_state(self._communicator(), state, device, what))
+            self.restore(broadcast_state(self._communicator(), state, what))
         new.exchanging, new.kept = old.exchanging, old.kept
         self.settle_before_states()
         return new
@@ -170,7 +170,6 @@ class ReplicaBinder:
             self._communicator(),
             "world.step() with a changed model",
             f"the new {text}",
-            self._bound.trained.tensors[0].device,
             f"world.step() with the new {text}, which must be the same on all ranks",
             remedy="register the same modules, parameters and buffers on all ranks",
         )
@@ -196,10 +195,10 @@ class ReplicaBinder:
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()
-        own, device = bound.synchronizer.state, bound.trained.tensors[0].device
+        own = bound.synchronizer.state
         if parts is None:
             return bound, True
-        return bound, restore_parts(own, parts, self._communicator(), device)
+        return bound, restore_parts(own, parts, self._communicator())
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
-import torch
-
 from paceline.comm.communicator import broadcast_state
 from paceline.replica.group import AnyReplica
 from paceline.run.checkpoint_builder import CheckpointBuilder
@@ -72,7 +70,6 @@ class CheckpointSchedule:
         snapshots: this rank's snapshots; rank 0 decides whether they are taken.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         policy: when to save within an epoch; that of the first rank 0 is used.
-        device: device of the communicator's tensors.
         settle: settles the replica, receives all summaries, and returns the run's position.
         clock: returns seconds since an arbitrary origin.
 
@@ -87,7 +84,6 @@ class CheckpointSchedule:
         snapshots: StepSnapshots,
         writer: CheckpointWriter | None,
         policy: SavePolicy,
-        device: torch.device,
         settle: Callable[[], Position],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +93,7 @@ class CheckpointSchedule:
         self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
-        received = broadcast_state(run.context.communicator, settings, device, what)
+        received = broadcast_state(run.context.communicator, settings, what)
         self._saving: bool = received[0]
         _, intervals, snapshots.enabled, snapshots.check.due = received
         self._policy = SavePolicy(**intervals)

@@ -293,7 +293,7 @@ class GenerationContext:
     ) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""
         what = "the addresses of windows"
-        received = gather_bytes(self.communicator, text.encode(), self._device, what)
+        received = gather_bytes(self.communicator, text.encode(), what)
         texts = [data.decode() for data in received]
         if publish is not None and self.group.rank == 0:
             publish(texts)

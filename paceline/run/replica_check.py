@@ -43,7 +43,6 @@ class ReplicaCheck:
 
     Args:
         run: the run, whose present ranks are compared.
-        device: device of the communicator's tensors.
         enabled: whether replicas are checked.
 
     Attributes:
@@ -51,8 +50,8 @@ class ReplicaCheck:
             none is.
     """
 
-    def __init__(self, run: Run, device: torch.device, *, enabled: bool = True) -> None:
-        self._run, self._device = run, device
+    def __init__(self, run: Run, *, enabled: bool = True) -> None:
+        self._run = run
         self.due: float = 0 if enabled else math.inf
         self._equal: int | None = None  # completed steps of the newest state that was equal
         self._interval, self._last = 1, 0  # in steps; the last step that was checked
@@ -145,7 +144,7 @@ class ReplicaCheck:
         with self._run.recorder.span("check"), torch.no_grad():
             sums = _checksums(state) if state is not None and self.enabled else {}
             code = code_of(sums)
-        codes = torch.tensor([code, code**2], dtype=torch.float64, device=self._device)
+        codes = torch.tensor([code, code**2], dtype=torch.float64)
         communicator = self._run.context.communicator
         code_sum, squares = total(communicator, codes, "the snapshot of all ranks").tolist()
         if not all_equal(code_sum, squares, communicator.world_size):
@@ -160,7 +159,7 @@ class ReplicaCheck:
         """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
         communicator = self._run.context.communicator
         what = "the comparison of the ranks' steps"
-        bits = gather_counts(communicator, int(stepped), self._device, what)
+        bits = gather_counts(communicator, int(stepped), what)
         which = next((i for i in range(20) if len({one >> i & 1 for one in bits}) > 1), 0)
         outcomes = [one >> which & 1 for one in bits]
         called = [rank for rank, one in enumerate(outcomes) if one]
@@ -177,7 +176,7 @@ class ReplicaCheck:
         """Stop the run whose replicas differ before a step; collective."""
         data, what = json.dumps(sums).encode(), "the comparison of the replicas"
         communicator = self._run.context.communicator
-        texts = gather_bytes(communicator, data, self._device, what)
+        texts = gather_bytes(communicator, data, what)
         raise replicas_differ(step, [json.loads(text) for text in texts], self._equal)
 
 

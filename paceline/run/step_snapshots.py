@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.averaged_replica import AveragedReplica
@@ -46,7 +44,6 @@ class StepSnapshots:
         run: the run, whose present generation names the snapshots.
         replica: the model's replica, whose steps copy the state.
         objects: the objects whose state is copied.
-        device: device of the communicator's tensors.
         enabled: whether snapshots are taken.
         interval: the interval that an earlier start measured, in steps; 0: it is measured.
         limit_mb: the limit of their memory in MiB; 0: no limit.
@@ -66,7 +63,6 @@ class StepSnapshots:
         run: Run,
         replica: AnyReplica,
         objects: StateObjects,
-        device: torch.device,
         *,
         enabled: bool = True,
         interval: int = 0,
@@ -76,12 +72,11 @@ class StepSnapshots:
         backup: SnapshotBackup | None = None,
     ) -> None:
         self._run, self._replica, self.objects = run, replica, objects
-        self._device = device
         self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
         self._interval = SnapshotInterval(interval)
         self.enabled, self._off = enabled, False
-        self.check = ReplicaCheck(run, device, enabled=check)
+        self.check = ReplicaCheck(run, enabled=check)
         self._summed: tuple[int, ChecksumParts] | None = None  # a step, and the state before it
         self._copies, self._between = _Spans(run, "snapshot"), 0
         self._checks = _Spans(run, "check")
@@ -92,7 +87,6 @@ class StepSnapshots:
             run,
             self._snapshots,
             len(objects.pairs),
-            device,
             backup,
             divided=lambda: self._replica.stateful,
         )

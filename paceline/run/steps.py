@@ -110,7 +110,6 @@ class Steps:
             snapshots,
             writer,
             policy,
-            device,
             settle=self._settle,
         )
         self._account = ChangeAccount()
@@ -396,7 +395,7 @@ class Steps:
         limit, written = context.limits[1] / 4, False
         while not written:
             own = self._writer is None or not self.run.leads or self._writer.written(limit)
-            missing = torch.tensor([not own], dtype=torch.float64, device=self._device)
+            missing = torch.tensor([not own], dtype=torch.float64)
             what = "the wait for the last checkpoint"
             written = not total(context.communicator, missing, what).item()
 

@@ -215,9 +215,8 @@ class ShardOptimizer:
         """
         for bucket in self._buckets:
             self._refuse_other_strides(bucket)
-        device = self._buckets[0].parameters[0].device
         what = "the gather of the optimizer state (collective: all ranks must call it)"
-        parts = gather_parts(communicator, self.local(), device, what)
+        parts = gather_parts(communicator, self.local(), what)
         return self.combine(parts) if parts else None
 
     def combine(self, parts: Sequence[Ranges]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain, count
 
-import torch
 from torch import nn
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
@@ -49,7 +48,6 @@ class MetServer:
         address: the address of this machine at which the server and the workers reach it.
         model: digest of the model.
         config: how the changes of weights travel.
-        device: device of the communicators' tensors.
         token: of the generation that has found the server.
     """
 
@@ -58,7 +56,6 @@ class MetServer:
     address: str
     model: str
     config: SyncConfig
-    device: torch.device
     token: str
 
     @property
@@ -94,7 +91,7 @@ class MetServer:
                     raise
                 lost = str(error)
         what = "the answer of the averaging server"
-        (text, *_) = gather_bytes(context.communicator, lost.encode(), self.device, what)
+        (text, *_) = gather_bytes(context.communicator, lost.encode(), what)
         if text:
             reason = text.decode().removeprefix(f"{self.name} ").rstrip(".")
             raise ServerLost(
@@ -146,10 +143,9 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
     text = ""
     if group.rank == 0:
         text = await_server(store, own, _SOONER * context.limits[0], print_message).to_text()
-    device = next(model.parameters(), torch.empty(0)).device
     what = "the wait for the averaging server"
     registration = Registration.from_text(
-        gather_bytes(context.communicator, text.encode(), device, what)[0]
+        gather_bytes(context.communicator, text.encode(), what)[0]
     )
     return MetServer(
         registration=registration,
@@ -157,7 +153,6 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
         address=_address(group.address, registration, own),
         model=digest_of(model),
         config=config,
-        device=device,
         token=group.generation.token,
     )
 

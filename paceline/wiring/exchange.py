@@ -228,8 +228,8 @@ def replicate(
     candidates = candidates_of(config, trained, machines, device)
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
-        predictor = StepPredictor(candidates, model, lambda: replica, run, device)
-    autotuner = Autotuner(candidates, run, device, setting or TrialSetting(), predictor)
+        predictor = StepPredictor(candidates, model, lambda: replica, run)
+    autotuner = Autotuner(candidates, run, setting or TrialSetting(), predictor)
     replica = Replica(
         model,
         optimizer,

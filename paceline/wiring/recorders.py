@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import torch
-
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
@@ -32,7 +30,6 @@ def build_trace(
     output: OutputConfig,
     run: Run,
     folder: Path,
-    device: torch.device,
     report: Callable[[str | Message], None] = print_message,
 ) -> Trace | None:
     """Make what traces the steps that are to be traced; its file goes into `folder`."""
@@ -41,7 +38,7 @@ def build_trace(
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
     machine = run.context.group.machine
-    return Trace(path, steps, lambda: run.context.communicator, device, machine, report=report)
+    return Trace(path, steps, lambda: run.context.communicator, machine, report=report)
 
 
 def member_check(run: Run) -> MemberCheck:

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.config.run import OutputConfig
@@ -145,7 +143,6 @@ def find_start(
     folder: Path,
     identity: Mapping[str, object],
     run: Run,
-    device: torch.device,
 ) -> Start:
     """Find the starting point of a run, and number its first generation; collective.
 
@@ -157,7 +154,6 @@ def find_start(
         folder: the run's, on this machine; machines may share it.
         identity: flags that make it this run; another run's checkpoints are skipped.
         run: connects the ranks.
-        device: where tensors of collectives live.
 
     Raises:
         ConfigError: `--resume` names a file that isn't there.
@@ -167,8 +163,8 @@ def find_start(
     """
     group = run.context.group
     own = look_into(folder, output, identity) if first_of_machine(group) else None
-    records = gather_records(run, device, own)
-    start = _choose(output, folder, run, device, records)
+    records = gather_records(run, own)
+    start = _choose(output, folder, run, records)
     number = max(start.generation, *(record.number for record in records.values()))
     totals = totals_before(records, start.position.epoch)
     run.start_at(number, ancestors=start.ancestors, start=start.position.number)
@@ -248,7 +244,6 @@ def _choose(
     output: OutputConfig,
     folder: Path,
     run: Run,
-    device: torch.device,
     records: Mapping[int, FolderRecord],
 ) -> Start:
     """Read the newest checkpoint that can be read; collective."""
@@ -257,7 +252,7 @@ def _choose(
     known = known_lineages(records)
     for candidate in found:
         try:
-            state = _fetch(run, device, candidate)
+            state = _fetch(run, candidate)
         except CheckpointError as error:
             notes.append(str(error))
         else:
@@ -277,14 +272,14 @@ def _choose(
     if output.resume in ("auto", "no"):
         return Start(ancestors=ancestors)
     origin = _origin(output, group.generation.machine_of(0), records)
-    state = _fetch(run, device, origin)
+    state = _fetch(run, origin)
     start = _start(state, f"Starting from {output.resume}", output.resume, notes)
     return replace(start, ancestors=ancestors)
 
 
-def _fetch(run: Run, device: torch.device, candidate: Candidate) -> dict[str, Any]:
+def _fetch(run: Run, candidate: Candidate) -> dict[str, Any]:
     path = candidate.paths.get(run.context.group.machine)
-    return fetch_checkpoint(run, device, path, candidate.file.size)
+    return fetch_checkpoint(run, path, candidate.file.size)
 
 
 def _origin(output: OutputConfig, first: int, records: Mapping[int, FolderRecord]) -> Candidate:

@@ -167,7 +167,7 @@ def build_trainer(
     writer = make_writer(config, folder, sources.train)
     if announce is not None:
         writer.announce = announce
-    snapshots = _snapshots_of(run, replica, parts, device, output, position, backup)
+    snapshots = _snapshots_of(run, replica, parts, output, position, backup)
 
     origin = start.origin
 
@@ -195,7 +195,6 @@ def build_trainer(
         folder,
         output,
         config.identity(),
-        device,
         restore=restore,
         replicas=lambda: [replica],
         report=lambda sentence: recorder.event("note", text=sentence),
@@ -239,7 +238,6 @@ def _snapshots_of(
     run: Run,
     replica: Replica | AveragedReplica,
     parts: Mapping[str, Any],
-    device: torch.device,
     output: OutputConfig,
     position: Position,
     backup: SnapshotBackup | None,
@@ -250,7 +248,6 @@ def _snapshots_of(
         run,
         replica,
         objects,
-        device,
         enabled=output.snapshots,
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,

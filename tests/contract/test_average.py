@@ -453,7 +453,7 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
     def steps_of(worker: Worker, communicator: Communicator) -> None:
         run = run_of(communicator)
         objects = StateObjects(model=worker.model, optimizer=worker.optimizer)
-        snapshots = StepSnapshots(run, worker.replica, objects, CPU, enabled=False)
+        snapshots = StepSnapshots(run, worker.replica, objects, enabled=False)
         steps = Steps(
             worker.replica,
             run,

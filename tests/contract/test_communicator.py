@@ -48,7 +48,7 @@ def first_of_rank_0(c: Communicator) -> list[torch.Tensor]:
 
 
 def gathered(c: Communicator) -> list[bytes]:
-    return gather_bytes(c, bytes(range(c.rank, 5 * c.rank)), torch.device("cpu"), "a gathering")
+    return gather_bytes(c, bytes(range(c.rank, 5 * c.rank)), "a gathering")
 
 
 def overlapping(c: Communicator) -> list[float]:

@@ -98,7 +98,7 @@ def test_an_event_loop_that_names_a_file_by_a_number_of_another_is_left_alone() 
 
 def close_beside_a_stopped_peer(c: Communicator) -> str:
     """Return the error of a wait for a stopped peer, which `close` ends; rank 1 is that peer."""
-    pids = gather_counts(c, os.getpid(), torch.device("cpu"), "the process ids")
+    pids = gather_counts(c, os.getpid(), "the process ids")
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""

@@ -55,7 +55,7 @@ def start(
     def find(c: Communicator) -> Start:
         group = world_of(workers, c.rank)
         run = run_of(c, group)
-        found = find_start(output, folders[group.machine], {}, run, torch.device("cpu"))
+        found = find_start(output, folders[group.machine], {}, run)
         assert run.context.group.generation.number == found.generation
         assert run.context.group.generation.start == found.position.number
         return found

@@ -41,7 +41,7 @@ class Rank:
         self.notes: list[Message] = []
         objects = StateObjects(model=self.bench.model, optimizer=self.bench.optimizer)
         self.snapshots = StepSnapshots(
-            self.run, self.bench.replica, objects, CPU, report=self.notes.append, **options
+            self.run, self.bench.replica, objects, report=self.notes.append, **options
         )
         self.steps = Steps(
             self.bench.replica,

@@ -62,7 +62,6 @@ class Rank:
             run,
             self.bench.replica,
             objects,
-            cpu,
             enabled=options.get("snapshots", True),
             check=options.get("check", True),
         )

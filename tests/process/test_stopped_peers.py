@@ -90,7 +90,7 @@ def close_beside_stopped_peers(
         rank.train(step)
     rank.replica.settle()
     list(rank.context.summaries.receive(before=STEPS))
-    pids = gather_counts(c, os.getpid(), CPU, "the process ids")
+    pids = gather_counts(c, os.getpid(), "the process ids")
     if c.rank > 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         return 0.0, 0.0, ""

@@ -123,7 +123,7 @@ class Run:
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
             group = world_of(self.machines, communicator.rank)
-            chooser = Autotuner(self.candidates, run_of(communicator, group), CPU, setting)
+            chooser = Autotuner(self.candidates, run_of(communicator, group), setting)
             now, bound = chooser.begin_generation(), []
             for _ in range(steps):
                 now = chooser.next() or now

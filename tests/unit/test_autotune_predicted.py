@@ -143,7 +143,7 @@ def exchanges_of_steps(
         recorder = events if communicator.rank == 0 else None
         run = run_of(communicator, world_of((1, 1), communicator.rank), recorder)
         setting = TrialSetting(folder=folder, steps=of_run, report=report)
-        tuner = Autotuner(candidates_named(*names), run, CPU, setting, predictor)
+        tuner = Autotuner(candidates_named(*names), run, setting, predictor)
         now, found = tuner.begin_generation(), []
         for step in range(steps):
             if step == second_generation:

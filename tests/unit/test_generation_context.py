@@ -73,7 +73,7 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
         for _ in range(3):
             if communicator.rank == 1:  # publishes its addresses, and never connects
                 for _ in ("inside the machine", "between machines"):
-                    gather_bytes(communicator, b"", cpu, "the addresses of windows")
+                    gather_bytes(communicator, b"", "the addresses of windows")
                 continue
             with pytest.raises(CommTimeout) as error:
                 context.open_window(8, 1)

@@ -37,5 +37,5 @@ class Timed(ThreadCommunicator):
 
 def test_a_links_speed_is_measured_without_its_latency() -> None:
     clock = Clock()
-    found = seconds_per_byte(Timed(ThreadGroup(1), 0, clock), CPU, clock)
+    found = seconds_per_byte(Timed(ThreadGroup(1), 0, clock), clock)
     assert found == pytest.approx(2e-9)

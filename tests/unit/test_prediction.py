@@ -206,7 +206,7 @@ def predict(
     """Train a model's batches by real steps, all but the first timed; return the predictions."""
     candidates = [config("notified"), config("notified", 4)]
     with replicated(model, communicator, machines) as (replica, optimizer, run):
-        predictor = StepPredictor(candidates, model, lambda: replica, run, CPU)
+        predictor = StepPredictor(candidates, model, lambda: replica, run)
         for number, batch in enumerate(batches):
             if number == 1:
                 before = hooks_of(model)  # the first step traces the reads
@@ -323,7 +323,7 @@ def test_a_predictor_that_has_predicted_can_begin_again() -> None:
         model = linear()
         candidates = [config("notified"), config("notified", 4)]
         with replicated(model, communicator) as (replica, optimizer, run):
-            predictor = StepPredictor(candidates, model, lambda: replica, run, CPU)
+            predictor = StepPredictor(candidates, model, lambda: replica, run)
             predicted = []
             for number in range(9):
                 if number:

@@ -36,7 +36,7 @@ def clock_of(rank: int) -> int:
 
 def test_clocks_that_are_apart_are_brought_together() -> None:
     def measured(c: Communicator) -> tuple[list[Round], float]:
-        return rounds(c, CPU, lambda: clock_of(c.rank)), 0.0
+        return rounds(c, lambda: clock_of(c.rank)), 0.0
 
     made, _ = run_ranks(3, measured)[0]
     shortest = min(one.received - one.sent for one in made)
@@ -83,7 +83,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
 
     def run(c: Communicator) -> None:
-        trace = Trace(path, range(5, 6), lambda: c, CPU, c.rank, lambda: clock_of(c.rank))
+        trace = Trace(path, range(5, 6), lambda: c, c.rank, lambda: clock_of(c.rank))
         moments: list[PutEvent] = []
         trace.follow(0, lambda: moments)
         trace.event("notifications", texts=["contribution of bucket 0"])
@@ -127,7 +127,7 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
     said: list[object] = []
 
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), lambda: c, CPU, 0, report=said.append)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), lambda: c, 0, report=said.append)
         for number in (0, 1, 7, 8):
             step(trace, number)
         trace.event("finish")

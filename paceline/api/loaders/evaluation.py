@@ -37,7 +37,6 @@ class Evaluation:
         run: the run.
         mapped: loads the samples.
         order: their order.
-        device: of the communicator's tensors.
         note: called with the step and the number of samples of each batch, before it is yielded.
     """
 
@@ -47,11 +46,10 @@ class Evaluation:
         run: Run,
         mapped: MappedLoader,
         order: Order,
-        device: torch.device,
         note: Callable[[int, int], None],
     ) -> None:
         self._loop, self._run, self._mapped, self._order = loop, run, mapped, order
-        self._device, self._note = device, note
+        self._note = note
         self._place = 0
         self._done = np.zeros(order.samples, dtype=np.int64)  # 1: this rank has evaluated it
 
@@ -93,9 +91,9 @@ class Evaluation:
                 communicator, done = self._run.context.communicator, torch.from_numpy(self._done)
                 form = f"{len(done)} samples"
                 remedy = "pass loaders of the same data set"
-                require_same_call(communicator, _CALL, form, self._device, _WHAT, remedy=remedy)
-                everywhere = total(communicator, done.to(self._device), _WHAT)
-                return np.flatnonzero(everywhere.cpu().numpy() == 0)
+                require_same_call(communicator, _CALL, form, _WHAT, remedy=remedy)
+                everywhere = total(communicator, done, _WHAT)
+                return np.flatnonzero(everywhere.numpy() == 0)
             except CommError as error:
                 rollback.enter_here(error)
         return np.empty(0, dtype=np.int64)  # another rank knows that none is missing

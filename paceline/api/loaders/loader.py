@@ -93,9 +93,7 @@ class Loader(CurrentBatch):
             )
         if not world._loop.rollback.possible:  # a loss ends the run
             return self._evaluation_batches()
-        return Evaluation(
-            world._loop, world._run, self._mapped, self._order, world.device, self._note
-        ).batches()
+        return Evaluation(world._loop, world._run, self._mapped, self._order, self._note).batches()
 
     def _note(self, step: int, count: int) -> None:
         self._step, self._count = step, count

@@ -125,7 +125,7 @@ class StreamLoader(CurrentBatch):
         """Begin to gather the ranks' numbers of samples of a step; yield them when asked."""
         world, count = self._world, 0 if own is None else own[0]
         communicator = world._run.context.communicator
-        counts, ticket = begin_gather_counts(communicator, count, world.device)
+        counts, ticket = begin_gather_counts(communicator, count)
 
         def received() -> Iterator[list[int]]:
             with world._end.exit_on_stop():

@@ -36,20 +36,17 @@ class Round(NamedTuple):
     times: Sequence[int]
 
 
-def rounds(
-    communicator: Communicator, device: torch.device, clock: Callable[[], int]
-) -> list[Round]:
+def rounds(communicator: Communicator, clock: Callable[[], int]) -> list[Round]:
     """Make rounds, which rank 0 can use; collective.
 
     Args:
         communicator: the ranks.
-        device: where its tensors live.
         clock: this rank's.
 
     Raises:
         CommError: a peer was lost, or silent.
     """
-    return [_round(communicator, device, clock) for _ in range(_ROUNDS)]
+    return [_round(communicator, clock) for _ in range(_ROUNDS)]
 
 
 def offsets(made: Sequence[Round], systems: Sequence[str]) -> list[int]:
@@ -72,11 +69,11 @@ def running_system() -> str:
     return _BOOT.read_text().strip()
 
 
-def _round(communicator: Communicator, device: torch.device, clock: Callable[[], int]) -> Round:
+def _round(communicator: Communicator, clock: Callable[[], int]) -> Round:
     operation = "comparing clocks"
-    times = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    times = torch.zeros(communicator.world_size, dtype=torch.int64)
     sent = clock()
-    total(communicator, times, operation).cpu()
+    total(communicator, times, operation)
     times[communicator.rank] = clock()
     known = total(communicator, times, operation).tolist()
     return Round(sent, clock(), known)

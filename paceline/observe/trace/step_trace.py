@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.window import PutEvent
@@ -38,7 +36,6 @@ class Trace(NullRecorder):
         path: path of the trace file.
         steps: the steps to trace, counted from the run's first step (0).
         communicator: returns what connects the ranks, all of which trace the same steps.
-        device: device of the communicator's tensors.
         machine: the number of this rank's machine.
         clock: returns nanoseconds of the system's monotonic clock.
         report: called on rank 0 with a sentence that says where the trace is, or why there is none.
@@ -52,7 +49,6 @@ class Trace(NullRecorder):
         path: Path,
         steps: range,
         communicator: Callable[[], Communicator],
-        device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
         report: Callable[[str | Message], None] = lambda text: None,
@@ -60,7 +56,7 @@ class Trace(NullRecorder):
         self.path = path
         self.resources = ExitStack()
         self._steps, self._machine = steps, machine
-        self._communicator, self._device = communicator, device
+        self._communicator = communicator
         self._clock = clock
         self._report = report
         self._on = self._written = False
@@ -115,7 +111,7 @@ class Trace(NullRecorder):
             return
         self._on, self._written = False, True
         communicator = self._communicator()
-        made = rounds(communicator, self._device, self._clock)
+        made = rounds(communicator, self._clock)
         buffer = RecorderBuffer(
             rank=communicator.rank,
             machine=self._machine,
@@ -129,7 +125,7 @@ class Trace(NullRecorder):
             names=self._names,
             buckets=self._buckets,
         )
-        data = gather_bytes(communicator, buffer.to_bytes(), self._device, "the trace")
+        data = gather_bytes(communicator, buffer.to_bytes(), "the trace")
         if communicator.rank == 0:
             buffers = [RecorderBuffer.from_bytes(part) for part in data]
             apart = offsets(made, [buffer.system for buffer in buffers])

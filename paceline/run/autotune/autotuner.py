@@ -65,7 +65,6 @@ class Autotuner:
     Args:
         candidates: the exchanges to choose from; at least one.
         run: the run, whose ranks exchange.
-        device: device of the communicator's tensors.
         setting: the run's folder, remaining steps and reports.
         predictor: predicts the candidates' times; None: nothing is predicted.
     """
@@ -74,12 +73,11 @@ class Autotuner:
         self,
         candidates: Sequence[SyncConfig],
         run: Run,
-        device: torch.device,
         setting: TrialSetting,
         predictor: Predictor | None = None,
     ) -> None:
         self._candidates, self._setting = candidates, setting
-        self._run, self._device, self._predictor = run, device, predictor
+        self._run, self._predictor = run, predictor
         self._timed = UNTIMED + TIMED if predictor is not None else 0
         self._trials_from = self._timed + (WARMUP if setting.steps is None else 0)
         self._steps: int | None = None  # since tuning began; None: it isn't active
@@ -105,9 +103,7 @@ class Autotuner:
             if self._steps is not None:
                 own, left = None, max(self._timed, self._trials_from - self._steps)
             what = "the broadcast of rank 0's exchange"
-            chosen, left = broadcast_state(
-                self._run.context.communicator, [own, left], self._device, what
-            )
+            chosen, left = broadcast_state(self._run.context.communicator, [own, left], what)
             if chosen is None:
                 self._trials_from = left
                 self._current = self._begin_tuning()
@@ -225,7 +221,7 @@ class Autotuner:
             if choice is not None and choice.machines == self._machines:
                 known = _key(choice) if choice.milliseconds or predicted else None
         what = "the broadcast of rank 0's exchange"
-        known = broadcast_state(self._run.context.communicator, known, self._device, what)
+        known = broadcast_state(self._run.context.communicator, known, what)
         return next((c for c in self._candidates if _key(c) == known), None)
 
     @property
@@ -233,7 +229,7 @@ class Autotuner:
         return self._run.context.group.generation.workers_per_machine
 
     def _mean(self, values: Sequence[float]) -> Sequence[float]:
-        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        own = torch.tensor(values, dtype=torch.float64)
         sums: Tensor = total(self._run.context.communicator, own, "the mean of measured steps")
         return [value / self._run.context.group.size for value in sums.tolist()]
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from paceline.codecs.codecs import CODECS
@@ -116,7 +115,6 @@ class StepPredictor:
         model: the model.
         replica: returns the model's replica.
         run: the run, whose ranks exchange.
-        device: device of the communicator's tensors.
         clock: returns seconds since an arbitrary origin.
     """
 
@@ -126,11 +124,10 @@ class StepPredictor:
         model: nn.Module,
         replica: Callable[[], Replica],
         run: Run,
-        device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._candidates, self._model, self._replica = candidates, model, replica
-        self._run, self._device, self._clock = run, device, clock
+        self._run, self._clock = run, clock
         self.note: Message | None = None
         self._times: PassTimes | None = None
         self._seen: TrainedParameters | None = None
@@ -159,7 +156,7 @@ class StepPredictor:
         replica.settle()
         profile = None if self._times is None else self._times.profile()
         traffic = Traffic(
-            seconds_per_byte=seconds_per_byte(context.communicator, self._device),
+            seconds_per_byte=seconds_per_byte(context.communicator),
             workers_per_machine=context.group.generation.workers_per_machine,
             nonzero={} if self._times is None else self._times.nonzero,
         )
@@ -171,9 +168,7 @@ class StepPredictor:
                 self._note(seconds, profile, seen, traffic)
         self.restart()
         what = "the broadcast of predicted step times"
-        found: list[float] | None = broadcast_state(
-            context.communicator, seconds, self._device, what
-        )
+        found: list[float] | None = broadcast_state(context.communicator, seconds, what)
         return found
 
     def _note(

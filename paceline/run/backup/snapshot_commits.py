@@ -37,7 +37,6 @@ class SnapshotCommits:
         run: the run, whose present ranks acknowledge.
         snapshots: the snapshots.
         pairs: the number of pairs of a model and an optimizer.
-        device: device of the communicator's tensors.
         backup: sends the own part to the backup holder; None: no rank has copies, and what is held
             is acknowledged.
         divided: returns whether ranks have state of their own; the same on all ranks.
@@ -48,11 +47,10 @@ class SnapshotCommits:
         run: Run,
         snapshots: Snapshots,
         pairs: int,
-        device: torch.device,
         backup: SnapshotBackup | None,
         divided: Callable[[], bool],
     ) -> None:
-        self._run, self._snapshots, self._pairs, self._device = run, snapshots, pairs, device
+        self._run, self._snapshots, self._pairs = run, snapshots, pairs
         self._backup, self._divided = backup, divided
         self._totals: dict[SnapshotName, dict[int, Tensor]] = {}  # of steps before the snapshot
         self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
@@ -123,7 +121,7 @@ class SnapshotCommits:
                 if not self._acknowledges(name):
                     self._backup.wait(name, context.limits[1])
             if not context.summaries.alone:
-                ready = torch.ones(1, device=self._device)
+                ready = torch.ones(1)
                 total(context.communicator, ready, "the acknowledgement of a snapshot")
         self._acknowledged.extend(names)
         return True

@@ -22,14 +22,11 @@ PIECE = 16 * 2**20  # bytes that are sent at once
 _READ = b"\0"  # a rank's report, unless it is the sentence of an error
 
 
-def fetch_checkpoint(
-    run: Run, device: torch.device, path: Path | None, size: int
-) -> dict[str, Any]:
+def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
     """Return the contents of a checkpoint on all ranks, in this machine's memory; collective.
 
     Args:
         run: connects the ranks.
-        device: where tensors of collectives live.
         path: the file on this rank's machine; None if the machine lacks it.
         size: of the file, in bytes.
 
@@ -43,7 +40,7 @@ def fetch_checkpoint(
             state, report = read_checkpoint(path), _READ
         except CheckpointError as error:
             report = str(error).encode()
-    reports = gather_bytes(communicator, report, device, "the reading of a checkpoint")
+    reports = gather_bytes(communicator, report, "the reading of a checkpoint")
     if _READ not in reports:
         raise CheckpointError(next(filter(None, reports)).decode())
     source = reports.index(_READ)
@@ -58,10 +55,9 @@ def fetch_checkpoint(
             piece = torch.zeros(length, dtype=torch.uint8)  # of ranks that send nothing
             if file is not None:
                 piece = torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8)
-            piece = piece.to(device)
             communicator.all_reduce(piece).wait("the transfer of a checkpoint")
             if state is None:
-                received.write(piece.cpu().numpy().tobytes())
+                received.write(piece.numpy().tobytes())
     finally:
         if file is not None:
             file.close()

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.comm.communicator import broadcast_state, gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
@@ -45,7 +43,6 @@ class DurableStart:
         folder: the run's, on this machine.
         output: says which checkpoints are looked for.
         identity: flags that make it this run; another run's checkpoints are skipped.
-        device: where tensors of collectives live.
         restore: restores model, optimizer and tracked objects from a checkpoint's entries.
         replicas: returns the replica of each pair of a model and an optimizer.
         report: records a sentence for the user, and shows it on rank 0.
@@ -60,7 +57,6 @@ class DurableStart:
         folder: Path,
         output: OutputConfig,
         identity: Mapping[str, object],
-        device: torch.device,
         *,
         restore: Callable[[Mapping[str, Any]], None],
         replicas: Callable[[], Sequence[Replica | AveragedReplica]],
@@ -68,7 +64,7 @@ class DurableStart:
         beginning: Callable[[], Mapping[str, Any]] | None = None,
         refusal: Callable[[Position, Position], str] = lambda reached, back: "",
     ) -> None:
-        self._run, self._folder, self._device = run, folder, device
+        self._run, self._folder = run, folder
         self._output, self._identity = output, identity
         self._restore, self._replicas, self._report = restore, replicas, report
         self._beginning, self._refusal = beginning, refusal
@@ -86,9 +82,7 @@ class DurableStart:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             refusal = f"{name} doesn't fit the model and optimizer any more ({error})"
         what = "the restoring of a checkpoint"
-        refusals = gather_bytes(
-            self._run.context.communicator, refusal.encode(), self._device, what
-        )
+        refusals = gather_bytes(self._run.context.communicator, refusal.encode(), what)
         if any(refusals):
             reason = next(filter(None, refusals)).decode()
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
@@ -113,12 +107,12 @@ class DurableStart:
         own = None
         if first_of_machine(group):
             own = look_into(self._folder, self._output, self._identity, clean=False)
-        records = gather_records(self._run, self._device, own)
+        records = gather_records(self._run, own)
         found = candidate_of_step(records, group.generation)
         self._read_file = found is not None
         if found is not None:
             path = found.paths.get(group.machine)
-            state = fetch_checkpoint(self._run, self._device, path, found.file.size)
+            state = fetch_checkpoint(self._run, path, found.file.size)
             return state, found.name
         if group.generation.start or self._beginning is None:
             steps = many(group.generation.start, "step")
@@ -128,4 +122,4 @@ class DurableStart:
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
         beginning = self._beginning() if group.rank == 0 else None
         communicator, what = self._run.context.communicator, "the broadcast of the run's beginning"
-        return broadcast_state(communicator, beginning, self._device, what), "the run's beginning"
+        return broadcast_state(communicator, beginning, what), "the run's beginning"

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.membership.generation import Ancestor, Generation, Group
 from paceline.cluster.membership.voting.messages import Held
@@ -142,14 +140,11 @@ def look_into(
     )
 
 
-def gather_records(
-    run: Run, device: torch.device, own: FolderRecord | None
-) -> dict[int, FolderRecord]:
+def gather_records(run: Run, own: FolderRecord | None) -> dict[int, FolderRecord]:
     """Return the record of each machine, by its number; collective.
 
     Args:
         run: connects the ranks.
-        device: where tensors of collectives live.
         own: what this rank found, as the first one of its machine; else None.
 
     Raises:
@@ -157,7 +152,7 @@ def gather_records(
     """
     data = own.to_text().encode() if own is not None else b""
     context = run.context
-    gathered = gather_bytes(context.communicator, data, device, "the search for checkpoints")
+    gathered = gather_bytes(context.communicator, data, "the search for checkpoints")
     machine_of = context.group.generation.machine_of
     return {
         machine_of(rank): FolderRecord.from_text(text) for rank, text in enumerate(gathered) if text

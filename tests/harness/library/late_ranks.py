@@ -31,7 +31,7 @@ def fail_after(world: World, place: str) -> None:
         result = complete(*arguments)
         setattr(owner, name, complete)
         communicator = world._run.context.communicator
-        gather_texts(communicator, "", world.device, "an operation that all ranks but this end")
+        gather_texts(communicator, "", "an operation that all ranks but this end")
         return result
 
     setattr(owner, name, failing)

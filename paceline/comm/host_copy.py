@@ -1,0 +1,63 @@
+"""Copies of small tensors in this machine's memory, which a GPU makes while the host continues.
+
+    copy = HostCopy(sums)       queued behind what computes them
+    …                           the host queues the next step's work
+    copy.values(limit, what)    waits for the copy's event, not for what was queued since
+
+A read of a GPU's tensor (`tolist`, `item`, `cpu`) waits for all that the host has queued, and the
+GPU has nothing to do until the host has queued more. So a step's values reach the host here only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CommTimeout, Message
+
+_POLL_S = 0.0002  # an event has no wait with a limit
+
+
+class HostCopy:
+    """Copy of a tensor in pinned memory, with the event of its completion; on a CPU, a plain copy.
+
+    Args:
+        tensor: the tensor, which may be written again at once.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if tensor.is_cuda and tensor.numel():
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self._copy = tensor.detach().clone()
+
+    def values(self, limit: float, operation: str) -> list[Any]:
+        """Return the values, nested as the tensor's `tolist` returns them.
+
+        Args:
+            limit: seconds to wait for the device.
+            operation: what the values are, for the error.
+
+        Raises:
+            CommTimeout: the device hasn't computed them in time.
+        """
+        deadline = time.monotonic() + limit
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    Message(
+                        "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
+                        "{--timeout} ({--first_iter_timeout} at the start).",
+                        operation,
+                        limit,
+                    )
+                )
+            time.sleep(_POLL_S)
+        values: list[Any] = self._copy.tolist()
+        return values
