@@ -92,7 +92,7 @@ class Trainer:
             add_scores(
                 sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
             )
-            sums[BATCH_SUMS] = not updated
+            sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
         self.schedule.step()
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
-from paceline.wiring.connections import connect_machine, connect_replica
+from paceline.wiring.connections import connect_exchange, connect_replica
 from paceline.wiring.exchange import (
     GroupedOptions,
     check_shares,
@@ -161,7 +161,7 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
     everything = [*earlier, *pairs]
     replicas: list[Replica | AveragedReplica] = []
     if len(everything) == 1:
-        run.connect(partial(connect_machine, device=device, sync=pairs[0].config.sync))
+        run.connect(partial(connect_exchange, device=device, sync=pairs[0].config.sync))
         replicas.append(_replicate(pairs[0], world))
     else:
         if world._loop.replica is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +13,14 @@ import torch
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
 from paceline.cluster.membership.evidence import EvidenceOptions
-from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.comm.communicator import Communicator
-from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
-from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
-from paceline.wiring import MemberLink, connect, join_membership
+from paceline.wiring import MemberLink, join_membership, open_run
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -103,29 +99,7 @@ class Session:
         Raises:
             CommError: a rank is late.
         """
-
-        def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
-            def connect_ranks(group: Group, purpose: str) -> Communicator:
-                if group.size == 1:
-                    return SingleRankCommunicator()
-                later = group.generation.token != self.joined.group.generation.token
-                store = self.joined.store
-                if later and self.link is not None:
-                    store = self.link.store_of(group)
-                return connect(group, purpose, store=store, device=self.device, limits=limits)
-
-            def make_context(group: Group) -> GenerationContext:
-                context = GenerationContext(group, connect_ranks, device=self.device, limits=limits)
-                if self.link is not None:
-                    self.link.attach(context)
-                return context
-
-            return make_context
-
-        first, later = self.timeouts
-        context = contexts((first, later))(self.joined.group)
-        store = self.joined.store
-        run = Run(context=context, make_context=contexts((later, later)), store=store)
+        run = open_run(self.joined.group, self.joined.store, self.device, self.timeouts, self.link)
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

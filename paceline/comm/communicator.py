@@ -189,17 +189,36 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
 
 def gather_counts(communicator: Communicator, count: int, operation: str) -> list[int]:
     """Return each rank's `count` on all ranks; collective, as `gather_bytes`."""
-    counts, ticket = begin_gather_counts(communicator, count)
-    ticket.wait(operation)
-    gathered: list[int] = counts.tolist()
-    return gathered
+    return CountsTicket(communicator, count).wait(operation)
 
 
-def begin_gather_counts(communicator: Communicator, count: int) -> tuple[Tensor, Ticket]:
-    """Start to gather each rank's `count`; return (world_size,) int64, and when it is ready."""
-    counts = torch.zeros(communicator.world_size, dtype=torch.int64)
-    counts[communicator.rank] = count
-    return counts, communicator.all_reduce(counts)
+class CountsTicket:
+    """Handle of each rank's count, which is on its way to all ranks; making it is collective.
+
+    Args:
+        communicator: the ranks; a rank alone exchanges nothing.
+        count: this rank's.
+    """
+
+    def __init__(self, communicator: Communicator, count: int) -> None:
+        own = [0] * communicator.world_size
+        own[communicator.rank] = count
+        self._own, self._ticket = own, None
+        if communicator.world_size > 1:
+            self._counts = torch.tensor(own)
+            self._ticket = communicator.all_reduce(self._counts)
+
+    def wait(self, operation: str) -> list[int]:
+        """Return the counts, in rank order.
+
+        Raises:
+            CommError: as `Ticket.wait`.
+        """
+        if self._ticket is None:
+            return self._own
+        self._ticket.wait(operation)
+        counts: list[int] = self._counts.tolist()
+        return counts
 
 
 def gather_bytes(communicator: Communicator, data: bytes, operation: str) -> list[bytes]:

@@ -218,6 +218,8 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             raise _translate(error, self.rank, "starting a collective", self._limit) from error
         self._works.append(work)
+        if not self._loops:
+            return _StreamTicket(work, self.rank, self._limit)
         return _WorkTicket(work, self.rank, self._limit, self._is_connected)
 
 
@@ -259,6 +261,27 @@ class _WorkTicket:
 
     def _end(self, operation: str) -> None:
         """End the wait for what is completed, perhaps right after a look at it timed out."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _translate(error, self._rank, operation, self._limit) from error
+
+
+class _StreamTicket:
+    """Handle of a collective on GPUs: its wait is the present stream's, and the host continues.
+
+    A wait with a limit would be the host's. A peer that is lost or hangs is found by the waits for
+    step summaries, which are not on GPUs, by the membership, which interrupts the group, or by
+    NCCL's own watchdog.
+    """
+
+    def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
+        self._work, self._rank, self._limit = work, rank, limit
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, operation: str) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:

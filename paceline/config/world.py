@@ -16,7 +16,8 @@ class WorldConfig:
     """Workers, machines and rendezvous."""
 
     gpus: str = ""
-    """GPUs of this machine to use, separated by commas: "0,1"."""
+    """GPUs of this machine to use, separated by commas: "0,1". A GPU that is repeated, "0,0", has
+    several workers; with --sync notified, average or auto."""
 
     num_gpus: int = 0
     """Number of GPUs to use if --gpus is not given, one worker per GPU. On a machine without GPUs,
@@ -121,13 +122,17 @@ class WorldConfig:
     def gpu_numbers(self) -> tuple[int, ...]:
         """The numbers in `--gpus`.
 
+        One that is repeated has several workers, which share it.
+
         Raises:
-            ConfigError: they aren't distinct whole numbers.
+            ConfigError: they aren't whole numbers.
         """
         words = [word.strip() for word in self.gpus.split(",") if word.strip()]
         numbers = tuple(int(word) for word in words if word.isdecimal())
-        if len(set(numbers)) < len(words):
-            raise ConfigError(f"--gpus {self.gpus}: GPU numbers must be distinct, such as 0,1.")
+        if len(numbers) < len(words):
+            raise ConfigError(
+                f"--gpus {self.gpus}: GPU numbers must be whole numbers, such as 0,1."
+            )
         return numbers
 
     @property

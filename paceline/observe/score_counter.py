@@ -37,10 +37,10 @@ def add_scores(sums: Tensor, loss: Tensor, logits: Tensor, labels: Tensor, count
         return
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (batch, ≤5)
     right = best == labels[:, None]
-    sums[0] += loss.double() * count
-    sums[1] += right[:, 0].sum()
-    sums[2] += right.sum()
-    sums[3] += count
+    sums[0].add_(loss.double() * count)
+    sums[1].add_(right[:, 0].sum())
+    sums[2].add_(right.sum())
+    sums[3].add_(count)
 
 
 def scores(sums: Sequence[float]) -> Scores:

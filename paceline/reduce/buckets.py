@@ -76,31 +76,25 @@ class BucketMemory:
                 view.zero_()
             else:
                 torch.mul(value, weight, out=view)
-        self.used.fill_(1 if weight else 0)
-        for index, value in enumerate(values):
-            if value is None:
-                self.used[index] = 0
+        self.mark_used(values if weight else [None] * len(values))
 
-    def reduced(self, *, used_here: bool = False) -> list[Tensor | None]:
+    def reduced(self, used: Sequence[bool] | None = None) -> list[Tensor | None]:
         """Return the gradients after the exchange; None where no rank used the parameter.
 
         Args:
-            used_here: this rank used all the bucket's parameters, so that the counts, which may be
-                in a GPU's memory, needn't be read.
+            used: whether any rank used each parameter, where this rank knows; otherwise the counts
+                are read, for which the host waits if they are in a GPU's memory.
         """
-        if used_here:
-            return list(self.gradients)
-        counts = self.used.tolist()
-        return [g if n else None for g, n in zip(self.gradients, counts, strict=True)]
+        known = self.used.tolist() if used is None else used
+        return [g if n else None for g, n in zip(self.gradients, known, strict=True)]
 
     @torch.no_grad()
     def mark_used(self, values: Sequence[Tensor | None]) -> None:
         """Count each parameter as used by one rank, or by none where its value is None."""
-        flags = [value is not None for value in values]
-        if all(flags):
-            self.used.fill_(1)
-        else:
-            self.used.copy_(torch.tensor(flags))
+        self.used.fill_(1)
+        for index, value in enumerate(values):
+            if value is None:
+                self.used[index].zero_()  # an assigned number would be copied from the host
 
 
 def allocate(templates: Sequence[Tensor]) -> BucketMemory:

@@ -38,7 +38,8 @@ class Collectives:
         carried = 2 * (communicator.world_size - 1)  # by a ring, a part of 1 / world size each
         bytes_carried = [carried * flat.nbytes // communicator.world_size for flat in self._flat]
         self.traffic = [(carried, carried) for carried in bytes_carried]
-        self._full: dict[int, bool] = {}  # bucket: this rank had all values
+        # By bucket, whether any rank uses each parameter; None: this rank doesn't know.
+        self._used: dict[int, Sequence[bool] | None] = {}
         self._ready: set[int] = set()  # complete, and to be issued in their turn
         self._issued = 0
         self._operations: dict[int, str] = {}
@@ -57,7 +58,8 @@ class Collectives:
         self._operations[index] = operation
         if index < len(self._memory):
             self._memory[index].pack(values, weight)
-            self._full[index] = weight > 0 and all(value is not None for value in values)
+            own = [weight > 0 and value is not None for value in values]
+            self._used[index] = own if all(own) or self._communicator.world_size == 1 else None
         else:
             (statistics,) = values
             assert statistics is not None
@@ -89,7 +91,7 @@ class Collectives:
         self._tickets.pop(index).wait(f"all_reduce of {self._operations[index]}")
         if index == len(self._memory):
             return [self._flat[index]]
-        return self._memory[index].reduced(used_here=self._full[index])
+        return self._memory[index].reduced(self._used[index])
 
     def abandon(self, index: int, version: int | None) -> None:
         """Wait for the bucket's all-reduce, if it is still to be waited for."""

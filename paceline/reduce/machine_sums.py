@@ -73,6 +73,10 @@ class _BucketState:
     summed: int = 0
     inter_machine: int = 0
 
+    def reduced(self) -> list[Tensor | None]:
+        """Return the sums; None where no rank used the parameter."""
+        return self.memory.reduced([True] * len(self.memory.gradients) if self.full else None)
+
 
 class MachineSums:
     """Hierarchical exchange: reduces inside each machine with collectives, then between leaders.
@@ -155,7 +159,7 @@ class MachineSums:
         """
         bucket = self._buckets[index]
         self._wait_for(bucket, version)
-        return bucket.memory.reduced(used_here=bucket.full)
+        return bucket.reduced()
 
     def abandon(self, index: int, version: int | None) -> None:
         """Wait for the sums if `wait` hasn't, and let the step leave no trace; raises as `wait`."""
@@ -229,7 +233,7 @@ class MachineSums:
         self._stream.wait_for(bucket.packed)
         self._collective(self._intra_machine.reduce, bucket)
         if self._inter_machine is not None:
-            sums = bucket.memory.reduced(used_here=bucket.full)
+            sums = bucket.reduced()
             bucket.inter_machine = self._inter_machine.send(index, sums, 1.0, bucket.operation)
         self._note_progress()
 

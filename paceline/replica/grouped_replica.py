@@ -103,20 +103,26 @@ class GroupedHooks(ReplicaHooks):
 
 
 class GroupedReplica(Replica):
-    """Model replica that is one of several in a world; arguments as of `Replica`."""
+    """Model replica that is one of several in a world.
+
+    Args:
+        arguments: as of `Replica`.
+        gradients: returns what connects all ranks for collectives where the model is.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         communicator: Callable[[], Communicator],
+        gradients: Callable[[], Communicator],
         first_plan: Callable[[], ExchangePlan],
         *,
         share: BatchShare,
         recorder: Recorder,
         scope: Scope,
     ) -> None:
-        self._has_buffers, self._connect = scope.first, communicator
+        self._has_buffers, self._connect = scope.first, gradients
         super().__init__(
             model, optimizer, communicator, first_plan, share=share, recorder=recorder, scope=scope
         )

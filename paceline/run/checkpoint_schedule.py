@@ -185,6 +185,8 @@ class CheckpointSchedule:
         if wanted:
             self._snapshots.check.require(number)
         if wanted or (useful and not next_is_due):
+            if self._snapshots.alone and self._snapshots.takes(number, wanted=wanted):
+                self._settle()  # it is committed at once, and has all sums
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval
         if wanted and self._writes is not None and not self._builder.is_plain():

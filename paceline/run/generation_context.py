@@ -2,7 +2,8 @@
 
 Run                 for the whole run: the present context, the recorders
 └─ context          for one generation
-├─ communicators of all ranks, of SyncBatchNorm layers, of row-sparse gradients, of this machine
+├─ communicator  of all ranks, for what the host knows: in this machine's memory
+├─ communicators of gradients, SyncBatchNorm layers, row-sparse gradients, this machine: on GPUs
 ├─ summaries     of steps
 └─ synchronizers the present ones; each has buckets, windows and staging memory
 """
@@ -25,6 +26,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
+from paceline.comm.shared_gpus import find_sharing_ranks
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
@@ -39,11 +41,13 @@ class Links:
     """Connections of one replica's exchange.
 
     Attributes:
-        communicator: connects all ranks.
+        communicator: connects all ranks, for tensors in this machine's memory.
+        gradients: connects all ranks, for collectives of gradients where they are.
         intra_machine: connects the workers of this machine, if gradients are first summed there.
     """
 
     communicator: Communicator
+    gradients: Communicator
     intra_machine: Communicator | None
 
 
@@ -67,15 +71,20 @@ class GenerationContext:
 
     Args:
         group: all ranks of the generation.
-        connect: connects the ranks of a group for a purpose; collective, once a purpose.
-        device: device of the tensors in collectives.
+        connect: connects the ranks of a group for a purpose, for tensors in this machine's memory;
+            collective, once a purpose.
+        device: the device on which this rank computes.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
+        connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what is
+            on them travels by `connect`, too.
 
     Attributes:
         group: all ranks of the generation, as this one sees them.
         limits: the timeouts.
-        communicator: connects all ranks.
+        communicator: connects all ranks, for tensors in this machine's memory.
+        sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks.
+        gradients: connects all ranks, for collectives of gradients where they are.
         layers: connects layers that exchange within forward and backward, if there are any.
         rows: for each model with row-sparse gradients, what connects all ranks to exchange them.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
@@ -95,6 +104,7 @@ class GenerationContext:
         *,
         device: torch.device,
         limits: tuple[float, float],
+        connect_gpus: Callable[[Group, str], Communicator] | None = None,
     ) -> None:
         self.group, self.limits = group, limits
         self._connect, self._device = connect, device
@@ -105,11 +115,31 @@ class GenerationContext:
         self._interrupted = False
         self.synchronizers: dict[int, Synchronizer] = {}
         self.communicator = self._open(group, "steps")
-        self.summaries = StepSummaries(self.communicator)
+        self.sharing = find_sharing_ranks(self.communicator, device)
+        self._connect_gpus = connect if self.sharing or connect_gpus is None else connect_gpus
+        # A thread sends those of GPUs, in an order that nothing else keeps.
+        own = device.type == "cuda" and group.size > 1
+        reporting = self._open(group, "summaries") if own else self.communicator
+        self.summaries = StepSummaries(reporting, device, limits)
+        self.gradients = self.communicator
         self.layers: Communicator | None = None
         self.rows: list[Communicator] = []
         self.intra_machine: Communicator | None = None
         self.replica_links: list[Links] = []
+
+    def end_startup(self) -> None:
+        """Use the shorter timeouts of later steps from now on."""
+        self.communicator.end_startup()
+        self.gradients.end_startup()
+        self.summaries.end_startup()
+
+    def connect_gradients(self) -> None:
+        """Connect all ranks' GPUs for collectives of gradients; collective, once.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        self.gradients = self._open_gpus(self.group, "gradients")
 
     def connect_layers(self) -> None:
         """Connect layers that exchange within forward and backward; collective, once.
@@ -117,7 +147,7 @@ class GenerationContext:
         Raises:
             CommError: a rank didn't come in time.
         """
-        self.layers = self._open(self.group, "layers")
+        self.layers = self._open_gpus(self.group, "layers")
 
     def connect_rows(self) -> None:
         """Connect all ranks to exchange the row-sparse gradients of a further model; collective.
@@ -125,7 +155,7 @@ class GenerationContext:
         Raises:
             CommError: a rank didn't come in time.
         """
-        self.rows.append(self._open(self.group, f"rows/{len(self.rows)}"))
+        self.rows.append(self._open_gpus(self.group, f"rows/{len(self.rows)}"))
 
     def connect_machine(self) -> None:
         """Connect the workers of this machine; collective, once.
@@ -135,10 +165,11 @@ class GenerationContext:
         """
         self.intra_machine = self._open_machine("machine")
 
-    def connect_replica(self, *, intra_machine: bool) -> None:
+    def connect_replica(self, *, gradients: bool, intra_machine: bool) -> None:
         """Connect the ranks for one of several exchanges; collective, once a replica.
 
         Args:
+            gradients: there are collectives of gradients, which are on GPUs.
             intra_machine: gradients are first summed inside each machine.
 
         Raises:
@@ -146,14 +177,21 @@ class GenerationContext:
         """
         purpose = f"replica/{len(self.replica_links)}"
         inside = self._open_machine(f"{purpose}/machine") if intra_machine else None
-        links = Links(communicator=self._open(self.group, purpose), intra_machine=inside)
-        self.replica_links.append(links)
+        own = self._open(self.group, purpose)
+        of_gradients = self._open_gpus(self.group, f"{purpose}/gradients") if gradients else own
+        self.replica_links.append(
+            Links(communicator=own, gradients=of_gradients, intra_machine=inside)
+        )
 
     def links(self, replica: int | None) -> Links:
         """Return the connections of one of several replicas, or those of the only replica."""
         if replica is not None:
             return self.replica_links[replica]
-        return Links(communicator=self.communicator, intra_machine=self.intra_machine)
+        return Links(
+            communicator=self.communicator,
+            gradients=self.gradients,
+            intra_machine=self.intra_machine,
+        )
 
     def _open_machine(self, purpose: str) -> Communicator:
         """Connect the workers of this machine.
@@ -163,7 +201,7 @@ class GenerationContext:
         group, what = self.group.on_machine(), "the first sum of this machine's workers"
         communicator: Communicator = SingleRankCommunicator()
         if group.size > 1:
-            communicator = self._open(group, f"{purpose}/{group.machine}")
+            communicator = self._open_gpus(group, f"{purpose}/{group.machine}")
         first = torch.ones(1, device=self._device)
         communicator.reduce(first).wait(what)
         communicator.broadcast(first).wait(what)
@@ -270,7 +308,15 @@ class GenerationContext:
             self.abort()
 
     def _open(self, group: Group, purpose: str) -> Communicator:
-        communicator = self._connect(group, purpose)
+        return self._opened_by(self._connect, group, purpose)
+
+    def _open_gpus(self, group: Group, purpose: str) -> Communicator:
+        return self._opened_by(self._connect_gpus, group, purpose)
+
+    def _opened_by(
+        self, connect: Callable[[Group, str], Communicator], group: Group, purpose: str
+    ) -> Communicator:
+        communicator = connect(group, purpose)
         with self._interrupting:
             self._communicators.append(communicator)
             if self._interrupted:  # meanwhile
@@ -287,6 +333,7 @@ class GenerationContext:
             for synchronizer in self.synchronizers.values():
                 ends.callback(synchronizer.close)
             self.synchronizers, self.replica_links = {}, []
+            self.summaries.close()
 
     def _share(
         self, text: str, publish: Callable[[Sequence[str]], None] | None = None

@@ -15,7 +15,7 @@ than float32 itself. They have them with AVX512-BF16 or AMX (Intel since 2020 an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,9 +67,9 @@ class Precision:
 
     def forward(self) -> AbstractContextManager[object]:
         """Compute inside the block in this precision."""
-        return torch.autocast(
-            self._device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32
-        )
+        if self._dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
 
     def backward_and_update(self, loss: Tensor, replica: AnyReplica, optimizer: Optimizer) -> bool:
         """Run backward from a scalar loss and the optimizer's step, within the replica's step.

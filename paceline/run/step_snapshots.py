@@ -146,6 +146,10 @@ class StepSnapshots:
                 return None
         return name
 
+    def takes(self, step: int, *, wanted: bool = False) -> bool:
+        """Return whether `take` copies the state before a step, with the same arguments."""
+        return (wanted or self._is_due(step)) and self.free(step)
+
     def take(self, step: int, position: Mapping[str, Any], *, wanted: bool = False) -> None:
         """Let the step that begins copy the state before it, if a snapshot is due.
 
@@ -157,7 +161,7 @@ class StepSnapshots:
             wanted: it is due, whatever the interval.
         """
         self._copies.seconds = 0.0
-        if not (wanted or self._is_due(step)) or not self.free(step):
+        if not self.takes(step, wanted=wanted):
             return
         if self.alone:
             self.take_between_steps(step, position)

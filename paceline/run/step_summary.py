@@ -9,25 +9,38 @@ step computes, and is received one step later, so that no rank waits for it:
 All ranks report the same steps in the same order, after all buckets of the step, so the collectives
 match. A summary is bit for bit the same on all ranks: decisions that follow from it need no
 further agreement.
+
+A GPU computes a step's sums long after the host has queued the step. So they are copied to this
+machine's memory behind the step, and the sum over the ranks begins once the copy is there: a thread
+waits for that, since the host has other work, and rank 0 alone may ask for the last summary, when
+it saves. It has a communicator of its own, whose order is that of the steps. A rank alone reads the
+copy a step later.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.host_copy import HostCopy
+from paceline.errors import CommTimeout
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
     False,
     False,
 )  # at most two snapshots are held and not committed
 _MARKS = 10  # numbers behind the sums
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +79,38 @@ class StepSummary:
 class StepSummaries:
     """Step summaries: exchanges the ranks' step reports by asynchronous all-reduce.
 
+    Args:
+        communicator: connects the ranks; with several ranks on GPUs, for summaries alone.
+        device: the device that computes the sums.
+        limits: seconds to wait for the device or a peer: at the start, and in later steps.
+
     Attributes:
         communicator: connects the ranks.
         alone: whether this rank is the only one.
+        lag: steps that a rank begins before it needs a step's summary: a GPU computes them.
         waited: seconds that this rank has waited for summaries of measured steps.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device = _CPU,
+        limits: tuple[float, float] = (60.0, 60.0),
+    ) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
-        self._pending: deque[tuple[int, Tensor, Tensor, Ticket, int]] = deque()
+        self.lag = 0 if self.alone and device.type == "cpu" else 1
+        self._limit, self._later_limit = limits
+        self._pending: deque[_Pending] = deque()
+        self._reports: SimpleQueue[_Pending | None] | None = None
+        if device.type != "cpu" and not self.alone:
+            self._reports = SimpleQueue()
+            Thread(target=self._send_reports, name="summaries", daemon=True).start()
         self.waited = 0.0
 
     @property
     def sent(self) -> list[tuple[int, Tensor]]:
         """This rank's values of the steps whose summaries haven't been received: (step, sums)."""
-        return [(step, sums) for step, sums, *_ in self._pending]
+        return [(one.step, one.sums) for one in self._pending]
 
     def send(
         self,
@@ -100,7 +130,7 @@ class StepSummaries:
 
         Args:
             step: the step's number; larger than in the call before.
-            sums: (values,) float64, on the communicator's device.
+            sums: (values,) float64.
             stop: this rank asks to stop.
             request: rank 0's request; 0 on other ranks.
             acknowledged: (2,) whether this rank acknowledges the snapshots that aren't committed,
@@ -114,9 +144,13 @@ class StepSummaries:
         """
         marks = [*times, stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, code**2]
-        flat = torch.cat([sums, sums.new_tensor(marks)])
-        ticket = self.communicator.all_reduce(flat)
-        self._pending.append((step, sums, flat, ticket, len(times)))
+        pending = _Pending(step=step, sums=sums, copy=HostCopy(sums), marks=marks, timed=len(times))
+        self._pending.append(pending)
+        if self._reports is not None:
+            pending.future = Future()
+            self._reports.put(pending)
+        elif not self.alone:
+            self._start(pending)
 
     def receive(self, *, before: int) -> Iterator[StepSummary]:
         """Yield the summaries of steps below `before` that are not yielded yet; waits for them.
@@ -124,18 +158,17 @@ class StepSummaries:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        while self._pending and self._pending[0][0] < before:
-            step, _, flat, ticket, timed = self._pending.popleft()
-            began = perf_counter() if timed else 0.0
-            ticket.wait(f"the sums of step {step}")
-            if timed:
+        while self._pending and self._pending[0].step < before:
+            pending = self._pending.popleft()
+            began = perf_counter() if pending.timed else 0.0
+            numbers, ranks = self._numbers(pending), self.communicator.world_size
+            if pending.timed:
                 self.waited += perf_counter() - began
-            numbers, ranks = flat.tolist(), self.communicator.world_size
-            values = len(numbers) - _MARKS - timed
+            values = len(numbers) - _MARKS - pending.timed
             stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
             codes = numbers[-4:]
             yield StepSummary(
-                step=step,
+                step=pending.step,
                 sums=tuple(numbers[:values]),
                 stop=stops > 0,
                 request=int(request),
@@ -147,6 +180,82 @@ class StepSummaries:
                 check_interval=int(check_interval),
                 times=tuple(numbers[values:-_MARKS]),
             )
+
+    def end_startup(self) -> None:
+        """Use the shorter timeout from now on."""
+        self._limit = self._later_limit
+        self.communicator.end_startup()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._reports is not None:
+            self._reports.put(None)
+
+    def _start(self, pending: _Pending) -> None:
+        """Start the sum over the ranks, once the device has computed this rank's values."""
+        own = [*pending.copy.values(self._limit, pending.operation), *pending.marks]
+        pending.flat = torch.tensor(own, dtype=torch.float64)
+        pending.ticket = self.communicator.all_reduce(pending.flat)
+
+    def _numbers(self, pending: _Pending) -> list[float]:
+        """Return the sums over the ranks of a step's values and marks."""
+        if self.alone:
+            return [*pending.copy.values(self._limit, pending.operation), *pending.marks]
+        if pending.future is None:
+            return pending.received()
+        try:
+            return pending.future.result(2 * self._limit)  # for the device, then for the peers
+        except FutureTimeout as error:
+            raise CommTimeout(f"{pending.operation} weren't sent in time: a GPU hangs.") from error
+
+    def _send_reports(self) -> None:
+        """Send the reports of a GPU's steps, in their order; the summaries' thread."""
+        assert self._reports is not None
+        while (pending := self._reports.get()) is not None:
+            assert pending.future is not None
+            try:
+                self._start(pending)
+                pending.future.set_result(pending.received())
+            except BaseException as error:
+                pending.future.set_exception(error)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Pending:
+    """Report of a step whose summary hasn't been received.
+
+    Attributes:
+        step: the step's number.
+        sums: this rank's values, on the device.
+        copy: they, in this machine's memory.
+        marks: what the host reports.
+        timed: the number of times among the marks.
+        flat: values and marks, which the sum over the ranks replaces.
+        ticket: of that sum.
+        future: what the summaries' thread has received; None: there is no thread.
+    """
+
+    step: int
+    sums: Tensor
+    copy: HostCopy
+    marks: Sequence[float]
+    timed: int
+    flat: Tensor | None = None
+    ticket: Ticket | None = None
+    future: Future[list[float]] | None = None
+
+    @property
+    def operation(self) -> str:
+        """What errors call the sum."""
+        return f"the sums of step {self.step}"
+
+    def received(self) -> list[float]:
+        """Wait for the sum over the ranks."""
+        assert self.ticket is not None
+        assert self.flat is not None
+        self.ticket.wait(self.operation)
+        numbers: list[float] = self.flat.tolist()
+        return numbers
 
 
 def all_equal(total: float, squares: float, count: int) -> bool:

@@ -400,11 +400,11 @@ class Steps:
             written = not total(context.communicator, missing, what).item()
 
     def _boundary(self, number: int) -> None:
-        alone = self.run.context.summaries.alone
-        self._receive_summaries(before=number if alone else number - 1)
+        summaries = self.run.context.summaries
+        self._receive_summaries(before=number - summaries.lag)
         self._check_replicas(before=number - 1)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
-        if agreed or (alone and self._stopping()):
+        if agreed or (summaries.alone and self._stopping()):
             self._stop()
         if self._writer is not None:
             self._writer.check()

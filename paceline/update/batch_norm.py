@@ -237,11 +237,12 @@ class SyncBatchNorm(_BatchNorm):
         if count:
             nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
-            own = torch.cat([own.new_tensor([count]), mean, var * count])
+            own = torch.cat([own.new_full((1,), count), mean, var * count])
         rows = self._exchange.gather(own, f"the forward of {self._name}")
         counts, means, m2 = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
         total = counts.sum()
-        if count <= 1 and total <= 1:
+        # With a part of the batch, other ranks have values, too; a device is asked where unknown.
+        if count <= 1 and not 0 < self._exchange.share.weight < 1 and total <= 1:
             raise ConfigError(
                 f"{self._name}: the global batch has one value per channel, which has no variance: "
                 "use a larger batch."

@@ -4,7 +4,7 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 """
 
 from paceline.wiring.checks import check
-from paceline.wiring.connections import connect, connect_machine, device_of, make_run
+from paceline.wiring.connections import connect, device_of, make_run, open_run
 from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
 from paceline.wiring.membership import MemberLink, join_membership
@@ -33,7 +33,6 @@ __all__ = [
     "build_trainer",
     "check",
     "connect",
-    "connect_machine",
     "cores_per_worker",
     "device_of",
     "find_start",
@@ -43,6 +42,7 @@ __all__ = [
     "make_optimizer",
     "make_run",
     "member_check",
+    "open_run",
     "open_sources",
     "replicate",
     "report_recovery",

@@ -84,7 +84,7 @@ def average_weights(
             ),
             topology=topology,
             limits=context.limits,
-            end_startup=context.communicator.end_startup,
+            end_startup=context.end_startup,
             codec=codec,
             return_codec=return_codec(codec, len(topology.groups)),
             error_decay=rule.error_decay,

@@ -19,6 +19,7 @@ CANDIDATES = {
     ),
     "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
 }
+SHARED_GPU = (("notified", 16.0), ("notified", 8.0), ("notified", 4.0), ("notified", 2.0))
 CONNECTIONS = 4  # to each peer, a further choice with puts where there are several machines
 
 
@@ -27,6 +28,7 @@ def candidates_of(
     trained: TrainedParameters,
     workers_per_machine: Sequence[int],
     device: torch.device,
+    sharing: Sequence[int] = (),
 ) -> list[SyncConfig]:
     """List the exchanges to choose from: those that fit the options, and differ.
 
@@ -35,12 +37,14 @@ def candidates_of(
         trained: the trained parameters; bucket sizes that divide them alike are one.
         workers_per_machine: for each machine, its number of ranks.
         device: device of the parameters.
+        sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
     """
     if config.sync != "auto":
         return [config]
     if sum(workers_per_machine) == 1:
         return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
-    found = [(sync, size, config.connections) for sync, size in CANDIDATES[device.type]]
+    table = SHARED_GPU if sharing else CANDIDATES[device.type]
+    found = [(sync, size, config.connections) for sync, size in table]
     open_choice = config.connections == 0 and config.transport != "nixl"
     if len(workers_per_machine) > 1 and open_choice:
         found += [(*one[:2], CONNECTIONS) for one in found if one[0] == "notified"]

@@ -9,6 +9,7 @@ import torch
 
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.nixl.agent import require_nixl
+from paceline.comm.shared_gpus import sharing_ranks
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
 from paceline.models.zoo import model_factory
@@ -18,6 +19,7 @@ from paceline.run.precision import capabilities_of
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average_server import refuse_server
+from paceline.wiring.connections import refuse_shared_gpu
 from paceline.wiring.exchange import check_shares, refuse_gpu
 from paceline.wiring.model import refuse_emulation
 from paceline.wiring.resume import check_order, check_origin
@@ -51,6 +53,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     on_cpu = world.use_cpu or not gpus
     if not on_cpu:
         refuse_gpu(config.sync)
+        refuse_shared_gpu(sharing_ranks(list(map(str, world.gpu_numbers))), config.sync.sync)
     check_shares(config.sync, world.workers * world.num_shards)
     average = average_from_flags(config.sync.sync, config.average)
     if average is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -13,7 +13,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError, Message
+from paceline.replica.state.checksums import name_ranks
 from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
@@ -51,33 +54,57 @@ def make_run(
     Raises:
         CommError: a rank didn't come in time.
     """
-
-    def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
-        def connecting(group: Group, purpose: str) -> Communicator:
-            first = group.generation.token == token
-            place = store if first or link is None else link.store_of(group)
-            return connect(group, purpose, store=place, device=device, limits=limits)
-
-        def make_context(group: Group) -> GenerationContext:
-            context = GenerationContext(group, connecting, device=device, limits=limits)
-            if link is not None:
-                link.attach(context)
-            return context
-
-        return make_context
-
-    token = group.generation.token
-
-    first, later = config.world.first_iter_timeout, config.world.timeout
+    limits = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
-        context = contexts((first, later))(group)
-        run = Run(context=context, make_context=contexts((later, later)), store=store)
-        undo.push(run)
+        run = undo.enter_context(open_run(group, store, device, limits, link))
         if config.model.sync_bn:
             run.connect(GenerationContext.connect_layers)
-        run.connect(partial(connect_machine, device=device, sync=config.sync.sync))
+        run.connect(partial(connect_exchange, device=device, sync=config.sync.sync))
         undo.pop_all()
     return run
+
+
+def open_run(
+    group: Group,
+    store: Store,
+    device: torch.device,
+    limits: tuple[float, float],
+    link: MemberLink | None = None,
+) -> Run:
+    """Connect all ranks of a start's first generation, and know how to in later ones; collective.
+
+    Args:
+        group: all ranks of the generation, as this one sees them.
+        store: as of `make_run`.
+        device: this worker's.
+        limits: timeouts in seconds: one for the start and the first step, and one for later steps.
+        link: as of `make_run`.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    token = group.generation.token
+
+    def make_context(group: Group, limits: tuple[float, float]) -> GenerationContext:
+        later = group.generation.token != token
+        place = link.store_of(group) if later and link is not None else store
+        connecting = partial(connect, store=place, limits=limits)
+        context = GenerationContext(
+            group,
+            partial(connecting, device=torch.device("cpu")),
+            device=device,
+            limits=limits,
+            connect_gpus=partial(connecting, device=device),
+        )
+        if link is not None:
+            link.attach(context)
+        return context
+
+    return Run(
+        context=make_context(group, limits),
+        make_context=partial(make_context, limits=(limits[1], limits[1])),
+        store=store,
+    )
 
 
 def connect(
@@ -94,12 +121,14 @@ def connect(
         group: the ranks, as this one sees them.
         purpose: distinguishes the connections of a generation.
         store: where ranks find each other; the caller keeps a reference to it.
-        device: this worker's.
+        device: where the tensors are that travel.
         limits: seconds to wait for the others, at the start and later.
 
     Raises:
         CommError: a rank didn't come in time.
     """
+    if group.size == 1:
+        return SingleRankCommunicator()
     return ProcessGroupCommunicator(
         PrefixStore(f"{group.generation.key_prefix}/{purpose}", store),
         rank=group.rank,
@@ -111,13 +140,17 @@ def connect(
     )
 
 
-def connect_machine(context: GenerationContext, device: torch.device, sync: str) -> None:
-    """Connect the workers of this machine, if their GPUs sum first; collective.
+def connect_exchange(context: GenerationContext, device: torch.device, sync: str) -> None:
+    """Connect the ranks' GPUs as a method needs them for the only exchange; collective.
 
     Raises:
+        ConfigError: it needs NCCL, which doesn't connect ranks that share a GPU.
         CommError: a worker didn't come in time.
     """
-    if adds_up_on_gpus(context.group, device, sync):
+    refuse_shared_gpu(context.sharing, sync)
+    if has_collectives(context.sharing, device, sync):
+        context.connect_gradients()
+    if not context.sharing and adds_up_on_gpus(context.group, device, sync):
         context.connect_machine()
 
 
@@ -125,9 +158,38 @@ def connect_replica(context: GenerationContext, device: torch.device, sync: str)
     """Connect the ranks for one of several exchanges; collective.
 
     Raises:
+        ConfigError: as `connect_exchange`.
         CommError: a rank didn't come in time.
     """
-    context.connect_replica(intra_machine=adds_up_on_gpus(context.group, device, sync))
+    refuse_shared_gpu(context.sharing, sync)
+    context.connect_replica(
+        gradients=has_collectives(context.sharing, device, sync),
+        intra_machine=not context.sharing and adds_up_on_gpus(context.group, device, sync),
+    )
+
+
+def has_collectives(sharing: Sequence[int], device: torch.device, sync: str) -> bool:
+    """Return whether a method may sum gradients by collectives on GPUs; equal on all ranks."""
+    return device.type == "cuda" and not sharing and sync in ("auto", "allreduce")
+
+
+def refuse_shared_gpu(sharing: Sequence[int], sync: str) -> None:
+    """Refuse collectives of gradients where ranks share a GPU.
+
+    Args:
+        sharing: ranks that compute on one GPU; () where none do.
+        sync: the method.
+
+    Raises:
+        ConfigError: they are what the method needs.
+    """
+    if sharing and sync == "allreduce":
+        raise ConfigError(
+            flag="sync",
+            value=sync,
+            rule=f"{name_ranks(sharing)} compute on one GPU, and NCCL connects one rank a GPU",
+            remedy=Message("use {--sync} notified or average, or give each rank its own GPU"),
+        )
 
 
 def connect_rows(run: Run, model: nn.Module) -> Callable[[], Communicator | None]:

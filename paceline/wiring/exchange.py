@@ -62,7 +62,7 @@ def _allreduce(
 ) -> Synchronizer:
     return make_allreduce(
         buckets,
-        links.communicator,
+        links.gradients,
         make_updater(optimizer, buckets),
         statistics,
         run.recorder,
@@ -108,9 +108,9 @@ def _notified(
 
 
 def _end_startup(context: GenerationContext, links: Links) -> None:
-    context.communicator.end_startup()
-    if links.communicator is not context.communicator:
-        links.communicator.end_startup()
+    context.end_startup()
+    links.communicator.end_startup()
+    links.gradients.end_startup()
 
 
 # What makes a synchronizer of a model's buckets, by the names of `config.world.METHODS`.
@@ -225,7 +225,7 @@ def replicate(
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.group.generation.workers_per_machine
-    candidates = candidates_of(config, trained, machines, device)
+    candidates = candidates_of(config, trained, machines, device, run.context.sharing)
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
         predictor = StepPredictor(candidates, model, lambda: replica, run)
@@ -288,12 +288,14 @@ def replicate_grouped(
     trained = TrainedParameters.of(model, optimizer, options.scope)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.group.generation.workers_per_machine
-    candidates = candidates_of(options.config, trained, machines, device)
+    sharing = run.context.sharing
+    candidates = candidates_of(options.config, trained, machines, device, sharing)
     config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
     replica = GroupedReplica(
         model,
         optimizer,
         lambda: run.context.links(index).communicator,
+        lambda: run.context.links(index).gradients,
         lambda: ExchangePlan(make_synchronizer=bind, bucket_bytes=config.bucket_bytes),
         share=options.share,
         recorder=run.recorder,

@@ -91,6 +91,7 @@ def replica_of(
         model,
         optimizer,
         lambda: communicator,
+        lambda: communicator,
         lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=10**6),  # type: ignore[arg-type]
         share=BatchShare(),
         recorder=NullRecorder(),

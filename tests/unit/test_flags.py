@@ -124,7 +124,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--peer_timeout", "0.01"], "must be at least 1; heartbeats come twice a second"),
         (["--base_learning_rate", "nan"], "must be greater than 0"),
         (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),
-        (["--gpus", "0, 00"], "must be distinct"),
+        (["--gpus", "0, x"], "must be whole numbers"),
         (["--image_std_per_channel", "0"], "must be greater than 0"),
         (["--image_mean_per_channel", "1", "2"], "has 2 values"),
         (["--learning_rate", "1"], "--base_learning_rate"),

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from paceline.api.world import World
-from paceline.comm.communicator import begin_gather_counts
+from paceline.comm.communicator import CountsTicket
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
@@ -124,13 +124,12 @@ class StreamLoader(CurrentBatch):
     def _exchange(self, own: tuple[int, Any] | None) -> Iterator[list[int]]:
         """Begin to gather the ranks' numbers of samples of a step; yield them when asked."""
         world, count = self._world, 0 if own is None else own[0]
-        communicator = world._run.context.communicator
-        counts, ticket = begin_gather_counts(communicator, count)
+        ticket = CountsTicket(world._run.context.communicator, count)
 
         def received() -> Iterator[list[int]]:
             with world._end.exit_on_stop():
-                ticket.wait(_WHAT)
-            yield counts.tolist()
+                counts = ticket.wait(_WHAT)
+            yield counts
 
         return received()
 

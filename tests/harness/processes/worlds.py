@@ -49,6 +49,7 @@ def run_of(
     communicator: Communicator | None = None,
     group: Group | None = None,
     recorder: Recorder | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> Run:
     """Return the run of a rank whose purposes all share one communicator.
 
@@ -56,12 +57,13 @@ def run_of(
         communicator: connects all ranks; by default there is one rank.
         group: all ranks; by default they are on one machine.
         recorder: receives what happens; by default nothing does.
+        device: where the ranks compute.
     """
     connected = communicator or ThreadGroup(1).communicator(0)
     context = GenerationContext(
         group or world_of((connected.world_size,), connected.rank),
         lambda group, purpose: connected,
-        device=torch.device("cpu"),
+        device=device,
         limits=(5.0, 5.0),
     )
     return Run(context=context, recorder=recorder or NullRecorder())
