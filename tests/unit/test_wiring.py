@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 import paceline
 from paceline import wiring as build
 from paceline.cli.flags import parse
+from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
 from paceline.recorder import Recorder
@@ -20,6 +21,7 @@ from paceline.run.run import Run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.wiring.connections import adds_up_on_gpus
+from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of, world_of
 
 BASE = (
@@ -296,10 +298,13 @@ def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path:
 
 
 def test_timeouts_reach_the_connections() -> None:
-    config = config_of("--first_iter_timeout", "7", "--timeout", "3")
-    run = build.make_run(config, world_of(), HashStore(), torch.device("cpu"))
-    communicator: Any = run.context.communicator
-    assert communicator._limit.total_seconds() == 7
-    communicator.end_startup()
-    assert communicator._limit.total_seconds() == 3
-    run.context.close()
+    config, store = config_of("--first_iter_timeout", "7", "--timeout", "3"), HashStore()
+
+    def on_rank(own: Communicator) -> list[float]:
+        with build.make_run(config, world_of((2,), own.rank), store, torch.device("cpu")) as run:
+            communicator: Any = run.context.communicator
+            limits = [communicator._limit.total_seconds()]
+            run.context.end_startup()
+            return [*limits, communicator._limit.total_seconds()]
+
+    assert run_ranks(2, on_rank) == [[7, 3]] * 2
