@@ -110,7 +110,7 @@ class LegacyConfig:
     """Options that are accepted only for compatibility with Caffe2's command lines."""
 
     use_nccl: bool = False
-    """Ignored: GPUs always use NCCL."""
+    """Ignored: GPUs use NCCL, unless workers share one."""
 
     distributed_transport: str = "tcp"
     """Ignored: the transport is TCP, or selected by NCCL."""
