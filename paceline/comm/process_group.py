@@ -140,6 +140,8 @@ class ProcessGroupCommunicator:
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
                 f"({_cause(error)}): check the output of the other ranks, and firewalls."
             ) from error
+        if device.type == "cuda":  # which connects now, and not while something runs on the GPU
+            self.all_reduce(torch.ones(1, device=device)).wait("the first sum of GPUs")
         self._connected = len(self._connections())
         close_in_children(self, _close_inherited)
 

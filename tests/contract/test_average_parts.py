@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from paceline.algorithms.average_parts import UNMERGED, divide_state, restore_divided
@@ -42,8 +41,7 @@ def merged_by_two(of_three: list[tuple[Divided, State]], *, handed_over: bool) -
     def work(worker: Worker, communicator: Communicator) -> State:
         (own, local, shared), _ = of_three[worker.rank]
         parts = [own, of_three[LOST][0][0]] if handed_over and worker.rank else [own]
-        average, device = worker.replica._average, torch.device("cpu")
-        restore_divided(average, parts, local, shared, communicator, device)
+        restore_divided(worker.replica._average, parts, local, shared, communicator)
         worker.replica.merge()
         return worker.merged()
 

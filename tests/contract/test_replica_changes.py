@@ -76,17 +76,24 @@ def test_nothing_is_bound_anew_where_nothing_changed(model: nn.Module) -> None:
 
 
 def test_only_what_is_new_is_broadcast(model: nn.Module) -> None:
-    communicator = Counting(ThreadGroup(1), 0)
-    bench = Bench.of(communicator, model)
-    at_first = communicator.broadcasts
-    bench.step(0)
-    bench.model[0].requires_grad_(False)  # type: ignore[index]
-    bench.step(1)
-    assert communicator.broadcasts == at_first
-    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    bench.optimizer.add_param_group({"params": [extra]})
-    bench.step(2)
-    assert communicator.broadcasts == at_first + 1
+    group = ThreadGroup(2)
+
+    def train(own: Communicator) -> list[int]:
+        communicator = Counting(group, own.rank)
+        bench = Bench.of(communicator, model)
+        counts = [communicator.broadcasts]
+        bench.step(0)
+        bench.model[0].requires_grad_(False)  # type: ignore[index]
+        bench.step(1)
+        counts.append(communicator.broadcasts)
+        extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        bench.optimizer.add_param_group({"params": [extra]})
+        bench.step(2)
+        return [*counts, communicator.broadcasts]
+
+    (before, frozen, extended), other = run_ranks(2, train)
+    assert other == [before, frozen, extended]
+    assert (frozen, extended) == (before, before + 1)
 
 
 def test_buffers_that_the_model_gets_later_are_rank_0s(model: nn.Module) -> None:
