@@ -136,6 +136,23 @@ def library_steps(device: torch.device, folder: Path, waits: Waits) -> None:
                     optimizer.zero_grad()
 
 
+def steps_of_two_models(device: torch.device, folder: Path, waits: Waits) -> None:
+    """Make steps of two models, each with an optimizer, in a script's loop."""
+    models = [Net().to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with paceline.join(snapshots=False) as world:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            paceline.parallelize(model, optimizer, world)
+        x = torch.zeros(6, dtype=torch.int64, device=device)
+        with waits.watched():
+            for _ in range(STEPS):
+                with world.step():
+                    for model, optimizer in zip(models, optimizers, strict=True):
+                        sum(one(x).square().mean() for one in models).backward()
+                        optimizer.step()
+                        model.zero_grad()
+
+
 def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
     """Make steps in the command's loop."""
     dtype = "bfloat16" if device.type == "cpu" else "float"  # meta: no autocast
@@ -151,7 +168,7 @@ def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("make_steps", [library_steps, command_steps])
+@pytest.mark.parametrize("make_steps", [library_steps, steps_of_two_models, command_steps])
 def test_no_step_of_a_world_of_one_waits_for_its_device(
     make_steps: Callable[[torch.device, Path, Waits], None],
     device: str,
