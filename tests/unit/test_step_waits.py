@@ -156,14 +156,15 @@ def steps_of_two_models(device: torch.device, folder: Path, waits: Waits) -> Non
 def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
     """Make steps in the command's loop."""
     dtype = "bfloat16" if device.type == "cpu" else "float"  # meta: no autocast
-    config = config_of("--no_snapshots", "--clip_norm", "1", "--dtype", dtype)
+    words = ("--no_snapshots", "--clip_norm", "1", "--dtype", dtype, "--decode_workers", "0")
+    config = config_of(*words)
     sources, run = wiring.open_sources(config), run_of(device=device)
     trainer = wiring.build_trainer(config, run, sources, device, folder)
     for step in range(STEPS):
         batch = trainer.train.batch(0, step)
         with waits.watched():
             trainer._train_step(batch)
-    trainer.train.close()
+    trainer.decoding.close()
     trainer.replica.close()
 
 
