@@ -164,7 +164,7 @@ def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
         batch = trainer.train.batch(0, step)
         with waits.watched():
             trainer._train_step(batch)
-    trainer.decoding.close()
+    trainer.resources.close()
     trainer.replica.close()
 
 
