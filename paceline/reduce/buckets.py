@@ -20,6 +20,7 @@ ranks that used it: a parameter that no rank used keeps `grad = None`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+ALL = sys.maxsize  # bytes of a bucket: nothing travels, so that larger ones cost no waiting
 _SMALLEST = 2**19  # bytes; smaller buckets cost more work than they save waiting
 _TIMES_BYTES_BEFORE = 3  # a bucket has at most 3 times the bytes before it, in forward order
 
@@ -132,7 +134,8 @@ def partition(
             out.
         param_groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
-            less; a larger parameter has a bucket of its own.
+            less; a larger parameter has a bucket of its own. With `ALL` none is closed before the
+            last parameter of its group, dtype and device.
         row_sparse: parameters whose gradients are row-sparse.
     """
     every = [p for p in names if p.requires_grad and p in param_groups]
@@ -147,7 +150,7 @@ def partition(
         key = (param_groups[p], p.dtype, p.device)
         bucket = filling.setdefault(key, [])
         most = min(bucket_bytes, max(_SMALLEST, _TIMES_BYTES_BEFORE * before[p]))
-        if bucket and _bytes([*bucket, p]) > most:
+        if bucket and bucket_bytes != ALL and _bytes([*bucket, p]) > most:
             closed.append((numbers[bucket[-1]], param_groups[p], bucket))
             bucket = filling[key] = []
         bucket.append(p)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
-from torch.optim.sgd import sgd
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.update.parameter_watch import WriteGuard, late_write
+from paceline.update.parameter_watch import ParameterGuard
 from paceline.update.state_watch import plain_state
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -95,7 +94,7 @@ class Updater:
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
         self._optimizer = optimizer
         self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
-        self._guard = WriteGuard(buckets, late_write)
+        self._guard = ParameterGuard(buckets)
         self._sub_optimizers = [
             SubOptimizer(optimizer, dict.fromkeys(bucket.parameters, bucket.param_group))
             for bucket in buckets
@@ -107,7 +106,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._guard.note_parameters()
+        self._guard.note()
         hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers:
             sub_optimizer.freeze(hyperparameters)
@@ -121,7 +120,7 @@ class Updater:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
         (bucket,) = unit
-        self._guard.check_parameters(unit)
+        self._guard.check(unit)
         device = bucket.parameters[0].device.type
         # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
@@ -240,6 +239,7 @@ class SubOptimizer:
         state: dict[Tensor, Any] | None = None,
     ) -> None:
         self._optimizer, self._state = optimizer, state
+        self._strides: list[tuple[int, ...]] = []  # of the parameters, which have no gaps
         self._parameters = list(param_groups)
         self._sub: Optimizer = object.__new__(type(optimizer))
         self._sub.__dict__.update(optimizer.__dict__)
@@ -292,17 +292,19 @@ class SubOptimizer:
         parameters, momenta = group["params"], []
         if group["momentum"] != 0:
             momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
-        if not _lie_as(parameters, gradients, momenta):
-            return False
-        with torch.no_grad():
-            sgd(
-                parameters,
-                gradients,  # type: ignore[arg-type]  # all are there
-                momenta or [None] * len(parameters),
-                fused=True,
-                grad_scale=getattr(sub, "grad_scale", None),
-                found_inf=getattr(sub, "found_inf", None),
-                **{name: group[name] for name in _HYPERPARAMETERS},
+        strides = [p.stride() for p in parameters]
+        known = strides == self._strides
+        if not (known and _have_strides(strides, parameters[0].dtype, gradients, momenta)):
+            if not _lie_as(parameters, gradients, momenta):
+                return False
+            self._strides = strides
+        scaling = {name: getattr(sub, name, None) for name in _SCALING}
+        for name, value in scaling.items():
+            scaling[name] = None if value is None else value.to(parameters[0].device)
+        options = {name: group[name] for name in _HYPERPARAMETERS}
+        with torch.no_grad():  # as `sgd(…, fused=True)`, which would sort them by device and dtype
+            torch._fused_sgd_(
+                parameters, gradients, momenta, is_first_step=False, **options, **scaling
             )
         increment_version(parameters)  # which torch's fused kernels don't
         return True
@@ -312,6 +314,24 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
     """Return whether the group leaves the choice of the kernel open."""
     chosen = group["foreach"] is not None or group["fused"] not in (None, True)
     return not chosen and not group["differentiable"]
+
+
+def _have_strides(
+    strides: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    *lists: Sequence[Tensor | None],
+) -> bool:
+    """Return whether all tensors of each list are there, with these strides and this dtype."""
+    for tensors in lists:
+        layouts = [None if tensor is None else tensor.layout for tensor in tensors]
+        if layouts.count(torch.strided) < len(layouts):
+            return False
+        there: Sequence[Tensor] = tensors  # type: ignore[assignment]
+        if tensors and [tensor.stride() for tensor in there] != strides:
+            return False
+        if [tensor.dtype for tensor in there].count(dtype) < len(there):
+            return False
+    return True
 
 
 def _lie_as(
