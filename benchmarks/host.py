@@ -109,9 +109,7 @@ def be_rank(work: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     _keep_to_own_core(world.rank, ranks)
     store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=world.rank, world_size=ranks, timeout=LIMIT
-    )
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=ranks, timeout=LIMIT)
     fused = work["fused"] or None
     model, optimizer = _training(fused)
     steps = {PLAIN: _step(model, optimizer)}
@@ -208,7 +206,9 @@ class _Counter(TorchDispatchMode):
 
     calls = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.calls += 1
         return function(*args, **(kwargs or {}))
 

@@ -101,7 +101,7 @@ class DataParallel:
         recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
             its bucket, and the numbers of bytes `sent` and `received`.
         alone: whether this rank is the only one: `end` installs the step's result, and the running
-            statistics are this rank's.
+            statistics aren't exchanged.
 
     Attributes:
         waited: seconds that this thread has waited for peers so far.
@@ -119,7 +119,7 @@ class DataParallel:
         *,
         alone: bool = False,
     ) -> None:
-        self.buckets, self.state, self.alone = tuple(buckets), state, alone
+        self.buckets, self.state, self.immediate = tuple(buckets), state, alone
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
         self.drain = exchange.drain
         self.waited = 0.0
@@ -210,7 +210,7 @@ class DataParallel:
             for unit in dict.fromkeys(self._rule.unit(bucket) for bucket in self.buckets):
                 self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
         self._ended = True
-        if self.alone:
+        if self.immediate:
             self.settle()
 
     def abandon(self) -> None:
@@ -265,7 +265,7 @@ class DataParallel:
     def _begin_exchange(self) -> None:
         self._sent.clear()
         self._exchange.begin(self._scale)
-        if self._statistics.flat is not None and not self.alone:
+        if self._statistics.flat is not None and not self.immediate:
             self._statistics.pack()
             flat = self._statistics.flat
             self._send(len(self.buckets), [flat], self._weight, "running statistics")

@@ -357,12 +357,12 @@ class ReplicaHooks:
         """Make each reader wait for its buckets, and the end of the forward for all others.
 
         So code outside of the model reads no parameter before its update. A module that a script
-        calls by itself has no such end: it waits for all buckets. In a world of one no update is
-        ever pending: what is left to do before a forward is to copy the buffers.
+        calls by itself has no such end: it waits for all buckets. Where no update is ever pending,
+        what is left to do before a forward is to copy the buffers.
         """
         self._waits.close()
         bucket_of = self.gradients.parameters
-        if self.synchronizer.alone:
+        if self.synchronizer.immediate:
             for module in visible_modules(self._model):
                 if any(True for _ in module.buffers(recurse=is_compiled(module))):
                     self._wait_before(module, ())

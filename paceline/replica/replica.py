@@ -455,7 +455,7 @@ class Replica:
         watch_state(
             optimizer, self._settle_for_use
         )  # a script, or load_state_dict(), may have replaced it
-        if self._binding.synchronizer.alone:
+        if self._binding.synchronizer.immediate:
             self._settled = True
         elif _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer

@@ -314,7 +314,9 @@ def _marks_of_gradients(gradients: Sequence[Tensor]) -> list[Any]:
     marks = [*map(_MARKS, gradients)]
     views = [gradient._is_view() for gradient in gradients]
     if True in views:
-        return [dtype if view else (n, dtype) for (n, dtype), view in zip(marks, views, strict=True)]
+        return [
+            dtype if view else (n, dtype) for (n, dtype), view in zip(marks, views, strict=True)
+        ]
     return marks
 
 

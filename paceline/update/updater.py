@@ -303,7 +303,7 @@ class SubOptimizer:
             scaling[name] = None if value is None else value.to(parameters[0].device)
         options = {name: group[name] for name in _HYPERPARAMETERS}
         with torch.no_grad():  # as `sgd(…, fused=True)`, which would sort them by device and dtype
-            torch._fused_sgd_(
+            torch._fused_sgd_(  # type: ignore[call-overload]  # all gradients are there
                 parameters, gradients, momenta, is_first_step=False, **options, **scaling
             )
         increment_version(parameters)  # which torch's fused kernels don't
