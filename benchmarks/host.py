@@ -2,8 +2,8 @@
 
     python benchmarks/host.py [--quick] [--ranks 1 2] [--fused] [--markdown]
 
-160 layers of Linear(32, 32), batch 8, one thread a rank: arithmetic takes little of such a step, and
-what Python and torch's dispatch take, most of it. A GPU's host waits for the same work where its
+160 layers of Linear(32, 32), batch 8, one thread a rank: arithmetic takes little of such a step,
+and what Python and torch's dispatch take, most of it. A GPU waits for the same work where its
 kernels are short. Paceline's row is the loop of a script: `paceline.join()`, `parallelize`, `with
 world.step()`, with all defaults; `run` is the same with a run folder, where snapshots are copied in
 a world of one, too. With two ranks each keeps to a core of its own, and `notified` and `allreduce`
