@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 ALL = sys.maxsize  # bytes of a bucket: nothing travels, so that larger ones cost no waiting
 _SMALLEST = 2**19  # bytes; smaller buckets cost more work than they save waiting
+_FEW_VALUES = 2**13  # of a tensor; to pass over them again takes less than a call on a CPU
 _TIMES_BYTES_BEFORE = 3  # a bucket has at most 3 times the bytes before it, in forward order
 
 
@@ -73,11 +74,16 @@ class BucketMemory:
 
         With weight 0 (a placeholder sample) all are 0, whatever they hold, and none counts as used.
         """
-        for value, view in zip(values, self.gradients, strict=True):
-            if value is None or not weight:
-                view.zero_()
-            else:
-                torch.mul(value, weight, out=view)
+        pairs = zip(values, self.gradients, strict=True)
+        given = [(one, view) for one, view in pairs if one is not None and weight]
+        if len(given) < len(values):
+            self.flat.zero_()
+        if self.flat.device.type == "cpu" and self.flat.numel() > _FEW_VALUES * len(values):
+            for one, view in given:
+                torch.mul(one, weight, out=view)
+        elif given:
+            torch._foreach_copy_([view for _, view in given], [one for one, _ in given])
+            self.flat[: -len(values)].mul_(weight)
         self.mark_used(values if weight else [None] * len(values))
 
     def reduced(self, used: Sequence[bool] | None = None) -> list[Tensor | None]:
