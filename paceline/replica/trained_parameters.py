@@ -26,7 +26,7 @@ from paceline.update.updater import takes_sparse_gradients
 
 _MIN_TABLE_BYTES = 2**20  # a smaller table's zeros cost too little of a step
 
-_FACTS = attrgetter("requires_grad", "dtype", "device")
+_FACTS = tuple(map(attrgetter, ("requires_grad", "dtype", "device")))
 
 Fingerprint = list[tuple[list[int], list[Any]]]
 
@@ -128,7 +128,7 @@ class TrainedParameters:
 def fingerprint_of(optimizer: Optimizer) -> Fingerprint:
     """Return a value that changes with the trained parameters and their groups."""
     groups = (group["params"] for group in optimizer.param_groups)
-    return [([*map(id, params)], [*map(_FACTS, params)]) for params in groups]
+    return [([*map(id, ps)], [[*map(fact, ps)] for fact in _FACTS]) for ps in groups]
 
 
 def table_parameters(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
@@ -42,7 +42,8 @@ _OF_GRADIENT = frozenset(
     getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )
 _GET_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009 - a descriptor's own method
-_MARKS = attrgetter("_version", "dtype")  # what a write or a conversion of a tensor changes
+_VERSION = attrgetter("_version")
+_DTYPE = attrgetter("dtype")
 # Uses whose results no update changes.
 _CONSTANT = frozenset(
     {
@@ -242,9 +243,7 @@ class ParameterGuard:
 
     def note(self) -> None:
         """Take the present versions of all parameters as those that count."""
-        self._noted = {
-            index: [*map(_MARKS, guarded.values())] for index, guarded in enumerate(self._guarded)
-        }
+        self._noted = {n: _marks_of(guarded.values()) for n, guarded in enumerate(self._guarded)}
 
     def check(self, unit: Sequence[Bucket]) -> None:
         """Compare the parameters of some buckets with their noted versions, and forget these.
@@ -254,10 +253,8 @@ class ParameterGuard:
         """
         for bucket in unit:
             guarded, noted = self._guarded[bucket.index], self._noted.pop(bucket.index, None)
-            if noted is not None:
-                now = [*map(_MARKS, guarded.values())]
-                if now != noted:
-                    raise _late_write(_first_difference(guarded, now, noted))
+            if noted is not None and (now := _marks_of(guarded.values())) != noted:
+                raise _late_write(_first_difference(list(guarded), now, noted))
 
 
 class GradientGuard:
@@ -309,20 +306,24 @@ class GradientGuard:
         self._noted = {}
 
 
+def _marks_of(tensors: Collection[Tensor]) -> list[Any]:
+    """Return what a write or a conversion changes: the tensors' versions, and then their dtypes."""
+    return [*map(_VERSION, tensors), *map(_DTYPE, tensors)]
+
+
 def _marks_of_gradients(gradients: Sequence[Tensor]) -> list[Any]:
-    """Return what writes and conversions change; of a view, which counts others', its dtype."""
-    marks = [*map(_MARKS, gradients)]
+    """Return the same, without the versions of views, which count others' writes, too."""
+    marks = _marks_of(gradients)
     views = [gradient._is_view() for gradient in gradients]
     if True in views:
-        return [
-            dtype if view else (n, dtype) for (n, dtype), view in zip(marks, views, strict=True)
-        ]
+        marks[: len(views)] = [None if view else n for n, view in zip(marks, views, strict=False)]
     return marks
 
 
-def _first_difference(names: Iterable[str], now: Sequence[Any], then: Sequence[Any]) -> str:
-    """Return the name at the first index at which two sequences differ."""
-    return next(n for n, a, b in zip(names, now, then, strict=True) if a != b)
+def _first_difference(names: Sequence[str], now: Sequence[Any], then: Sequence[Any]) -> str:
+    """Return the name of the first tensor whose marks differ."""
+    differ = [a != b for a, b in zip(now, then, strict=True)]
+    return names[differ.index(True) % len(names)]
 
 
 def _late_write(name: str) -> ConfigError:
