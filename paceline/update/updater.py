@@ -239,7 +239,7 @@ class SubOptimizer:
         state: dict[Tensor, Any] | None = None,
     ) -> None:
         self._optimizer, self._state = optimizer, state
-        self._strides: list[tuple[int, ...]] = []  # of the parameters, which have no gaps
+        self._places: list[Any] = []  # with which a fused update was possible
         self._parameters = list(param_groups)
         self._sub: Optimizer = object.__new__(type(optimizer))
         self._sub.__dict__.update(optimizer.__dict__)
@@ -292,12 +292,13 @@ class SubOptimizer:
         parameters, momenta = group["params"], []
         if group["momentum"] != 0:
             momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
-        strides = [p.stride() for p in parameters]
-        known = strides == self._strides
-        if not (known and _have_strides(strides, parameters[0].dtype, gradients, momenta)):
+        places = _places(parameters, gradients, momenta)
+        if places is None:
+            return False
+        if places != self._places:
             if not _lie_as(parameters, gradients, momenta):
                 return False
-            self._strides = strides
+            self._places = places
         scaling = {name: getattr(sub, name, None) for name in _SCALING}
         for name, value in scaling.items():
             scaling[name] = None if value is None else value.to(parameters[0].device)
@@ -316,22 +317,16 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
     return not chosen and not group["differentiable"]
 
 
-def _have_strides(
-    strides: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    *lists: Sequence[Tensor | None],
-) -> bool:
-    """Return whether all tensors of each list are there, with these strides and this dtype."""
+def _places(*lists: Sequence[Tensor | None]) -> list[Any] | None:
+    """Return the strides and dtypes of all tensors; None where one is missing, or is sparse."""
+    places: list[Any] = []
     for tensors in lists:
         layouts = [None if tensor is None else tensor.layout for tensor in tensors]
         if layouts.count(torch.strided) < len(layouts):
-            return False
+            return None
         there: Sequence[Tensor] = tensors  # type: ignore[assignment]
-        if tensors and [tensor.stride() for tensor in there] != strides:
-            return False
-        if [tensor.dtype for tensor in there].count(dtype) < len(there):
-            return False
-    return True
+        places += [tensor.stride() for tensor in there], [tensor.dtype for tensor in there]
+    return places
 
 
 def _lie_as(
@@ -340,13 +335,11 @@ def _lie_as(
     momenta: Sequence[Tensor | None],
 ) -> bool:
     """Return whether gradients, and momenta, if any, lie as their parameters, without gaps."""
-    strided, dtype = torch.strided, parameters[0].dtype
+    dtype = parameters[0].dtype
     for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
-        if gradient is None or momentum is None:
-            return False
+        assert gradient is not None
+        assert momentum is not None
         if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
-            return False
-        if not (gradient.layout is momentum.layout is strided):
             return False
         shape, stride = p.shape, p.stride()
         places = _dense_strides(shape, stride)
