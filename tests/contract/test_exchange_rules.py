@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from tests.harness.equivalence.case_models import Tied
 from tests.harness.equivalence.large_batch import Training, convnet, largest_difference
@@ -119,21 +120,18 @@ def test_memory_is_sent_again_only_after_it_came_back() -> None:
 
 def diary_of_a_step(model: nn.Module, *, late: bool) -> tuple[list[tuple[str, int]], list[int]]:
     """Return what a step with a bucket for each parameter does, and the buckets' sizes."""
-
-    def train(communicator: Communicator) -> list[tuple[str, int]]:
-        watched = Watched(communicator)
-        bench = Bench.of(watched, model, bucket_bytes=1)
-        bench.step(0)
-        bench.step(1)  # what is read where has been learned
-        watched.events.clear()
-        watched.late = late
-        with bench.replica.step(2, 0.5):
-            bench.backward(2)
-            bench.optimizer.step()
-        return watched.events
-
-    sizes = [p.numel() + 1 for p in model.parameters()]  # a flag behind each
-    return run_ranks(2, train)[0], sizes
+    communicator = ThreadCommunicator(ThreadGroup(1), 0)
+    communicator.world_size = 2  # a world of one exchanges nothing
+    watched = Watched(communicator)
+    bench = Bench.of(watched, model, bucket_bytes=1)
+    bench.step(0)
+    bench.step(1)  # what is read where has been learned
+    watched.events.clear()
+    watched.late = late
+    with bench.replica.step(2, 1.0):
+        bench.backward(2)
+        bench.optimizer.step()
+    return watched.events, [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
 
 
 def test_a_layer_waits_for_its_own_bucket_and_for_nothing_else(model: nn.Module) -> None:
