@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import ref
@@ -184,7 +185,7 @@ class ReplicaHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            _hook_gradient(p, LiveHook(hook, index))
+            _hook_gradient(p, partial(hook, index))  # which no copy of a parameter has
             for index, p in enumerate(self.gradients.parameters)
             if hook is not None
         ]
@@ -578,7 +579,7 @@ class StepGradients:
         )
 
 
-def _hook_gradient(parameter: nn.Parameter, hook: LiveHook) -> RemovableHandle:
+def _hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a hook after each accumulation of a gradient, of a frozen parameter once it is not."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
