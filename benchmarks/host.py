@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = partial(parser.add_argument, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps")
-    add("--rounds", type=int, default=31)
+    add("--rounds", type=int, default=25)
     add("--steps", type=int, default=20)
     add("--ranks", type=int, nargs="+", choices=sorted(STARTS), default=sorted(STARTS))
     parser.add_argument("--fused", action="store_true", help="torch's fused SGD in all rows")
