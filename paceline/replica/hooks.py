@@ -365,7 +365,7 @@ class ReplicaHooks:
         bucket_of = self.gradients.parameters
         if self.synchronizer.immediate:
             for module in visible_modules(self._model):
-                if any(True for _ in module.buffers(recurse=is_compiled(module))):
+                if next(module.buffers(recurse=is_compiled(module)), None) is not None:
                     self._wait_before(module, ())
             return
         for module, parameters in readers.items():
@@ -556,7 +556,8 @@ class StepGradients:
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
             self._sample_unchanged = ((_first_values(now) == sent) | sent.isnan()).all()
-        self._expected = self.open = self._none
+        self._expected = self._none
+        self.expect_none()
         self.reduced = True
 
     def reduced_as_sent(self) -> bool:
