@@ -46,6 +46,7 @@ from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import (
     WHOLE,
+    ModelStructure,
     Scope,
     TrainedParameters,
     fingerprint_of,
@@ -124,7 +125,7 @@ class Replica:
             make_hooks=self._make_hooks,
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
-        self._added = AddedTensors(model)
+        self._added, self._structure = AddedTensors(model), ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
@@ -413,7 +414,7 @@ class Replica:
         plan = self._next_plan() if self._next_plan else None
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             same = fingerprint_of(self._optimizer) == old.trained.fingerprint
-        if added := self._added.take_added():
+        if self._structure.take_change() and (added := self._added.take_added()):
             self._binder.require_same_additions(added)
             same = False
         if same and plan is None:
