@@ -55,6 +55,7 @@ bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py
 	$(BIN)/python benchmarks/wires.py
 	$(BIN)/python benchmarks/step.py --links loopback
+	$(BIN)/python benchmarks/host.py
 	$(BIN)/python benchmarks/checkpoint.py
 
 test-gpu: ## Correctness and speed on a GPU, in under five minutes

@@ -4,6 +4,8 @@ A bucket's all-reduce starts in backward as soon as its gradients are complete, 
 of the next forward that reads the bucket waits for it. All ranks issue in one order, the running
 statistics and then the buckets by their numbers, because collectives are matched by order. A bucket
 that is complete out of turn is issued in its turn, and `send` doesn't wait for that.
+
+In a world of one rank nothing is exchanged, and `end` updates.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.collectives import Collectives
 from paceline.reduce.dense_and_rows import dense_of, with_rows
+from paceline.reduce.exchange import Exchange
+from paceline.reduce.no_exchange import NoExchange
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import OwnStep, Updater
 
@@ -40,12 +44,16 @@ def make_allreduce(
         end_startup: called once, after the first step; by default the communicator's.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
     """
-    collectives = Collectives(dense_of(buckets), communicator, statistics.flat)
+    dense, alone = dense_of(buckets), communicator.world_size == 1
+    exchange: Exchange = NoExchange(len(dense))
+    if not alone:
+        exchange = Collectives(dense, communicator, statistics.flat)
     return DataParallel(
         buckets,
-        with_rows(collectives, buckets, rows, recorder),
+        with_rows(exchange, buckets, rows, recorder),
         ReplicatedUpdate(updater),
         statistics,
         end_startup or communicator.end_startup,
         recorder=recorder,
+        alone=alone,
     )

@@ -100,6 +100,8 @@ class DataParallel:
         state: state that a checkpoint must save in addition to model and optimizer, or None.
         recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
             its bucket, and the numbers of bytes `sent` and `received`.
+        alone: whether this rank is the only one: `end` installs the step's result, and the running
+            statistics aren't exchanged.
 
     Attributes:
         waited: seconds that this thread has waited for peers so far.
@@ -114,8 +116,10 @@ class DataParallel:
         end_startup: Callable[[], None] | None = None,
         state: RankState | None = None,
         recorder: Recorder | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self.buckets, self.state = tuple(buckets), state
+        self.buckets, self.state, self.immediate = tuple(buckets), state, alone
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
         self.drain = exchange.drain
         self.waited = 0.0
@@ -165,7 +169,8 @@ class DataParallel:
         for bucket in self.buckets:
             sums = self._wait(bucket.index)
             for p, gradient in zip(bucket.parameters, sums, strict=True):
-                p.grad = None if gradient is None else gradient.clone()  # the caller's own
+                if gradient is not p.grad:
+                    p.grad = None if gradient is None else gradient.clone()  # the caller's own
         self._reduced = True
 
     def begin_again(self) -> None:
@@ -205,6 +210,8 @@ class DataParallel:
             for unit in dict.fromkeys(self._rule.unit(bucket) for bucket in self.buckets):
                 self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
         self._ended = True
+        if self.immediate:
+            self.settle()
 
     def abandon(self) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
@@ -258,8 +265,8 @@ class DataParallel:
     def _begin_exchange(self) -> None:
         self._sent.clear()
         self._exchange.begin(self._scale)
-        self._statistics.pack()
-        if self._statistics.flat is not None:
+        if self._statistics.flat is not None and not self.immediate:
+            self._statistics.pack()
             flat = self._statistics.flat
             self._send(len(self.buckets), [flat], self._weight, "running statistics")
 

@@ -26,10 +26,12 @@ class Synchronizer(Protocol):
         state: state that a checkpoint must save in addition to model and optimizer, or None; either
             all ranks have one or no rank does.
         waited: seconds that the caller's thread has waited for peers so far.
+        immediate: whether `end` installs the step's result, for which no read then has to wait.
     """
 
     buckets: tuple[Bucket, ...]
     waited: float
+    immediate: bool
 
     @property
     def state(self) -> RankState | None: ...

@@ -20,6 +20,7 @@ ranks that used it: a parameter that no rank used keeps `grad = None`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +28,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+ALL = sys.maxsize  # bytes of a bucket: nothing travels, so that larger ones cost no waiting
 _SMALLEST = 2**19  # bytes; smaller buckets cost more work than they save waiting
+_FEW_VALUES = 2**13  # of a tensor; to pass over them again takes less than a call on a CPU
 _TIMES_BYTES_BEFORE = 3  # a bucket has at most 3 times the bytes before it, in forward order
 
 
@@ -71,11 +74,16 @@ class BucketMemory:
 
         With weight 0 (a placeholder sample) all are 0, whatever they hold, and none counts as used.
         """
-        for value, view in zip(values, self.gradients, strict=True):
-            if value is None or not weight:
-                view.zero_()
-            else:
-                torch.mul(value, weight, out=view)
+        pairs = zip(values, self.gradients, strict=True)
+        given = [(one, view) for one, view in pairs if one is not None and weight]
+        if len(given) < len(values):
+            self.flat.zero_()
+        if self.flat.device.type == "cpu" and self.flat.numel() > _FEW_VALUES * len(values):
+            for one, view in given:
+                torch.mul(one, weight, out=view)
+        elif given:
+            torch._foreach_copy_([view for _, view in given], [one for one, _ in given])
+            self.flat[: -len(values)].mul_(weight)
         self.mark_used(values if weight else [None] * len(values))
 
     def reduced(self, used: Sequence[bool] | None = None) -> list[Tensor | None]:
@@ -132,7 +140,8 @@ def partition(
             out.
         param_groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
-            less; a larger parameter has a bucket of its own.
+            less; a larger parameter has a bucket of its own. With `ALL` none is closed before the
+            last parameter of its group, dtype and device.
         row_sparse: parameters whose gradients are row-sparse.
     """
     every = [p for p in names if p.requires_grad and p in param_groups]
@@ -147,7 +156,7 @@ def partition(
         key = (param_groups[p], p.dtype, p.device)
         bucket = filling.setdefault(key, [])
         most = min(bucket_bytes, max(_SMALLEST, _TIMES_BYTES_BEFORE * before[p]))
-        if bucket and _bytes([*bucket, p]) > most:
+        if bucket and bucket_bytes != ALL and _bytes([*bucket, p]) > most:
             closed.append((numbers[bucket[-1]], param_groups[p], bucket))
             bucket = filling[key] = []
         bucket.append(p)

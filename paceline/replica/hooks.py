@@ -14,17 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
@@ -32,7 +35,7 @@ from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.kept_gradients import KeptGradients
-from paceline.update.parameter_watch import Gap, ParameterWatch, WriteGuard
+from paceline.update.parameter_watch import Gap, GradientGuard, ParameterWatch
 
 
 class ReplicaHooks:
@@ -72,6 +75,7 @@ class ReplicaHooks:
         self._watches_backward = False
         self._versions: list[int] = []  # of the parameters, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
+        self._frozen = [p for p in trained.groups if p not in self.gradients.parameters]
         self.kept, self._weight = KeptGradients(), 1.0
         self.added_to_kept = False
         self._last: tuple[ref[Tensor], int] | None = None  # the first gradient after a step
@@ -142,6 +146,7 @@ class ReplicaHooks:
     def end(self) -> None:
         """End the step, and update at once the buckets that no module waits for."""
         self._running = False
+        self.gradients.expect_none()
         self.gradients.guard.clear()
         self._end_kept()
         for bucket in self._unread:
@@ -180,7 +185,7 @@ class ReplicaHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            _hook_gradient(p, LiveHook(hook, index))
+            _hook_gradient(p, partial(hook, index))  # which no copy of a parameter has
             for index, p in enumerate(self.gradients.parameters)
             if hook is not None
         ]
@@ -197,7 +202,7 @@ class ReplicaHooks:
         if self.exchanging or self.gradients.added:
             if not self._watches_backward:
                 self._watch_backward()
-            repeated = self.gradients.add_unsent(index, parameter)
+            repeated = self.gradients.add_unsent(index)
             if self._tracer is not None:
                 self._tracer.accumulates |= repeated
         if self._tracer is not None:
@@ -205,20 +210,35 @@ class ReplicaHooks:
 
     def _gradient_done(self, index: int, parameter: Tensor) -> None:
         """Note a gradient, and send its bucket once that is complete."""
+        gradients = self.gradients
+        if not gradients.open[index]:
+            self._open_gradients(index, parameter)
+        if gradients.open[index]:
+            gradients.open[index] = False
+            number = gradients.numbers[index]
+            gradients.remaining[number] -= 1
+            if not gradients.remaining[number]:
+                bucket = self.synchronizer.buckets[number]
+                gradients.note(bucket)
+                self.synchronizer.gradient_ready(bucket)
+
+    def _open_gradients(self, index: int, parameter: Tensor) -> None:
+        """Expect gradients until the end of a backward, whose first one this is, or expect none."""
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
-        if self.kept.refused:
-            self._require_zeroed(index, parameter)
+        self.require_kept_gradients()
         if not index and self._last is not None:
             self._note_added(parameter)
         if self.gradients.reduced:
             self._exchange_again()
-        if self.exchanging and not self._watches_backward:
-            self._watch_backward()
-        bucket = self.gradients.add(index, parameter, exchanging=self.exchanging)
-        if bucket is not None:
-            self.synchronizer.gradient_ready(bucket)
+        self.gradients.require_expected(index)
+        if self.exchanging:
+            if not self._watches_backward:
+                self._watch_backward()
+            self.gradients.expect()
+        else:
+            self.gradients.take(range(index, index + 1))
 
     def note_kept(self) -> None:
         """Note which gradients are kept, before backward passes outside of a step."""
@@ -262,6 +282,14 @@ class ReplicaHooks:
         """
         self.synchronizer.begin_again()
         self.gradients.begin_again()
+
+    def not_exchanged(self, optimizer: Optimizer) -> Sequence[nn.Parameter]:
+        """Return the optimizer's present parameters that aren't exchanged."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        ids = [[*map(id, group)] for group in groups]
+        if ids != [bound for bound, _ in self.trained.fingerprint]:
+            return [p for group in groups for p in group if p not in self.gradients.parameters]
+        return self._frozen
 
     def require_gradients(self) -> None:
         """Require that the gradients may be used for an update.
@@ -308,8 +336,11 @@ class ReplicaHooks:
         engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self.gradients.expect_none()
         if self._running and self._watches_backward:
             self._watches_backward = False
+            if self._last is not None and self.gradients.arrived(0):
+                self._note_added(next(iter(self.gradients.parameters)))
             self._refuse_written()
             self._watch.begin(Gap.GRADIENTS)
 
@@ -327,10 +358,16 @@ class ReplicaHooks:
         """Make each reader wait for its buckets, and the end of the forward for all others.
 
         So code outside of the model reads no parameter before its update. A module that a script
-        calls by itself has no such end: it waits for all buckets.
+        calls by itself has no such end: it waits for all buckets. Where no update is ever pending,
+        what is left to do before a forward is to copy the buffers.
         """
         self._waits.close()
         bucket_of = self.gradients.parameters
+        if self.synchronizer.immediate:
+            for module in visible_modules(self._model):
+                if next(module.buffers(recurse=is_compiled(module)), None) is not None:
+                    self._wait_before(module, ())
+            return
         for module, parameters in readers.items():
             buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
             self._wait_before(module, tuple(buckets))
@@ -384,9 +421,10 @@ class StepGradients:
     """Gradients of the current step: readiness per bucket, and a guard against late writes.
 
     Parameters are identified by index, because a dictionary look-up would take longer than
-    everything else done here. `GradScaler.unscale_` writes gradients without incrementing
-    autograd's version counters; a few values of the first gradient are therefore retained, and
-    compared with the gradient when a scaler steps.
+    everything else that a hook does. What must be looked at in each gradient is looked at for a
+    bucket at once. `GradScaler.unscale_` writes gradients without incrementing autograd's version
+    counters; a few values of one gradient are therefore retained, and compared with the gradient
+    when a scaler steps.
 
     Args:
         buckets: the buckets to exchange.
@@ -394,6 +432,9 @@ class StepGradients:
     Attributes:
         parameters: the exchanged parameters with their buckets; a parameter's index is its position
             in this list.
+        numbers: for each parameter, the number of its bucket.
+        open: for each parameter, whether a backward is under way that may complete its gradient.
+        remaining: for each bucket, the number of gradients that it has yet to get.
         reduced: whether they are the global means, and may be written.
         added: the indices of those that `add_unsent` got.
         guard: guard of the gradients that were sent.
@@ -401,11 +442,14 @@ class StepGradients:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._buckets = list(self.parameters.values())
+        self.numbers = [bucket.index for bucket in buckets for _ in bucket.parameters]
+        self._buckets = buckets
         self._names = [name for bucket in buckets for name in bucket.names]
+        self._list = list(self.parameters)
         self.reduced = False
-        self.guard = WriteGuard(
-            buckets,
+        self.guard = GradientGuard(
+            self._list,
+            self._names,
             lambda name: ConfigError(
                 f"the gradient of {name} was modified between backward and optimizer.step() in "
                 f"step {self._number}, after it was sent: to modify gradients, call reduce() "
@@ -414,6 +458,9 @@ class StepGradients:
             ),
         )
         self._sizes = [len(bucket.parameters) for bucket in buckets]
+        ends = accumulate(self._sizes)
+        self._indices = [range(n - size, n) for n, size in zip(ends, self._sizes, strict=True)]
+        self._none = [False] * len(self.numbers)
         self.begin(0)
 
     def begin(self, number: int) -> None:
@@ -424,26 +471,34 @@ class StepGradients:
     def begin_again(self) -> None:
         """Expect all gradients once more."""
         self.reduced = False
-        self._expected = [True] * len(self._buckets)
-        self._remaining = list(self._sizes)  # gradients that each bucket has yet to get
+        self._expected = [True] * len(self.numbers)
+        self.remaining = list(self._sizes)
+        self.expect_none()
         self.added: set[int] = set()
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
         self._sample_unchanged: Tensor | None = None  # whether they were equal before the reduction
+
+    def expect(self) -> None:
+        """Expect the gradients that are still missing: a backward has begun."""
+        self.open = self._expected
+
+    def expect_none(self) -> None:
+        """Expect none: no backward whose gradients are sent is under way."""
+        self.open = self._none
+
+    def arrived(self, index: int) -> bool:
+        """Return whether a parameter's gradient was completed."""
+        return not self._expected[index]
 
     def name_and_step(self, index: int) -> tuple[str, int]:
         """Return a parameter's name, and the step's number."""
         return self._names[index], self._number
 
-    def add(self, index: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
-        """Add a completed gradient; return its bucket if that is complete now.
-
-        Args:
-            index: the parameter's index.
-            parameter: the parameter.
-            exchanging: the gradient will be sent; otherwise it accumulates.
+    def require_expected(self, index: int) -> None:
+        """Require that a gradient that backward has completed wasn't sent before.
 
         Raises:
-            ConfigError: the gradient was sent before, or is sparse and its bucket isn't.
+            ConfigError: it was.
         """
         if not self._expected[index]:
             raise ConfigError(
@@ -452,42 +507,44 @@ class StepGradients:
                 "last; call reduce() only after the last; if the model uses activation "
                 "checkpointing, give it use_reentrant=False."
             )
-        gradient = parameter.grad
-        if gradient is None:
-            raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
-        if gradient.is_sparse and not self._buckets[index].row_sparse:
-            raise self._sparse(index)
-        if not exchanging:
-            return None
-        self._expected[index] = False
-        self.guard.note(index, gradient)
-        if self._sample is None:
-            self._sample = (parameter, _first_values(gradient).clone())
-        bucket = self._buckets[index]
-        self._remaining[bucket.index] -= 1
-        return None if self._remaining[bucket.index] else bucket
 
-    def add_unsent(self, index: int, parameter: nn.Parameter) -> bool:
+    def note(self, bucket: Bucket) -> None:
+        """Note the gradients of a bucket, which is complete and will be sent now.
+
+        Raises:
+            ConfigError: as `take`.
+        """
+        self._note(self._indices[bucket.index])
+
+    def add_unsent(self, index: int) -> bool:
         """Note a gradient that will be sent later; return whether it was noted in this step before.
 
         Args:
             index: the parameter's index.
-            parameter: the parameter.
 
         Raises:
-            ConfigError: the gradient is sparse.
+            ConfigError: as `take`.
         """
-        gradient = parameter.grad
-        if gradient is None:
-            raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
-        if gradient.is_sparse and not self._buckets[index].row_sparse:
-            raise self._sparse(index)
+        self._note(range(index, index + 1))
         repeated = index in self.added
         self.added.add(index)
-        self.guard.note(index, gradient)
-        if self._sample is None or self._sample[0] is parameter:
-            self._sample = (parameter, _first_values(gradient).clone())
         return repeated
+
+    def take(self, indices: range) -> list[Tensor]:
+        """Return the gradients of some parameters of a bucket, which backward has completed.
+
+        Raises:
+            ConfigError: one is missing, or is sparse and its bucket isn't.
+        """
+        gradients = [p.grad for p in self._list[indices.start : indices.stop]]
+        layouts = [None if gradient is None else gradient.layout for gradient in gradients]
+        if layouts.count(torch.strided) < len(layouts):
+            for index, gradient in zip(indices, gradients, strict=True):
+                if gradient is None:
+                    raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
+                if gradient.is_sparse and not self._buckets[self.numbers[index]].row_sparse:
+                    raise self._sparse(index)
+        return gradients  # type: ignore[return-value]  # none is None
 
     def before_reduce(self) -> None:
         """Check that sent gradients are unwritten, and accept no more; then `.grad` may be written.
@@ -495,16 +552,24 @@ class StepGradients:
         Raises:
             ConfigError: a sent gradient was written, replaced or removed.
         """
-        self.guard.check_gradients()
+        self.guard.check()
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
             self._sample_unchanged = ((_first_values(now) == sent) | sent.isnan()).all()
-        self._expected = [False] * len(self._buckets)
+        self._expected = self._none
+        self.expect_none()
         self.reduced = True
 
     def reduced_as_sent(self) -> bool:
         """Return whether gradients were the same when they were sent and when they were reduced."""
         return self._sample_unchanged is None or bool(self._sample_unchanged)
+
+    def _note(self, indices: range) -> None:
+        gradients = self.take(indices)
+        self.guard.note(indices, gradients)
+        parameter = self._list[indices.start]
+        if self._sample is None or self._sample[0] is parameter:
+            self._sample = (parameter, _first_values(gradients[0]).clone())
 
     def _sparse(self, index: int) -> ConfigError:
         return ConfigError(
@@ -515,7 +580,7 @@ class StepGradients:
         )
 
 
-def _hook_gradient(parameter: nn.Parameter, hook: LiveHook) -> RemovableHandle:
+def _hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a hook after each accumulation of a gradient, of a frozen parameter once it is not."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)

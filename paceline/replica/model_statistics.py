@@ -42,7 +42,7 @@ class ModelStatistics:
             weight: local samples / global samples; with 0 this rank's values don't count.
         """
         self.install()
-        if self._equal is None:
+        if self._equal is None or self._communicator().world_size == 1:
             return
         self._statistics.pack()
         flat = self._statistics.flat

@@ -46,10 +46,10 @@ from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import (
     WHOLE,
+    ModelStructure,
     Scope,
     TrainedParameters,
     fingerprint_of,
-    structure_of,
 )
 from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
@@ -125,7 +125,7 @@ class Replica:
             make_hooks=self._make_hooks,
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
-        self._added, self._structure = AddedTensors(model), structure_of(model)
+        self._added, self._structure = AddedTensors(model), ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
@@ -249,6 +249,7 @@ class Replica:
     def no_sync(self) -> Iterator[None]:
         """Accumulate: gradients of backward passes inside stay here; one outside sends the sum."""
         self._binding.note_kept()
+        self._binding.gradients.expect_none()
         self._binding.exchanging = False
         try:
             yield
@@ -411,13 +412,11 @@ class Replica:
     def _bind_anew_if_changed(self) -> None:
         old = self._binding
         plan = self._next_plan() if self._next_plan else None
-        with self._watch.paused():
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             same = fingerprint_of(self._optimizer) == old.trained.fingerprint
-        if (structure := structure_of(self._model)) != self._structure:
-            self._structure = structure
-            if added := self._added.take_added():
-                self._binder.require_same_additions(added)
-                same = False
+        if self._structure.take_change() and (added := self._added.take_added()):
+            self._binder.require_same_additions(added)
+            same = False
         if same and plan is None:
             return
         self._hooks = self._binder.bind_anew(plan, same=same)
@@ -449,7 +448,7 @@ class Replica:
                 loss = closure()
             self._watch.end()
         assert self._number is not None
-        self._binding.gradients.guard.check_gradients()
+        self._binding.gradients.guard.check()
         self._refuse_unexchanged()
         self._binding.end_snapshot()
         self._binding.synchronizer.end()
@@ -457,7 +456,9 @@ class Replica:
         watch_state(
             optimizer, self._settle_for_use
         )  # a script, or load_state_dict(), may have replaced it
-        if _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
+        if self._binding.synchronizer.immediate:
+            self._settled = True
+        elif _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
         else:
             self._watch.begin(Gap.UPDATES)
@@ -547,15 +548,13 @@ class Replica:
                     "given to paceline.parallelize() has it: give its optimizer too, in a list, or "
                     "freeze it by requires_grad_(False)."
                 )
-        exchanged = self._binding.gradients.parameters
-        for group in self._optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p not in exchanged:
-                    name = self._binding.trained.names.get(p, f"a new parameter, {tuple(p.shape)},")
-                    raise ConfigError(
-                        f"{name} has a gradient that is not exchanged: freeze, unfreeze and add "
-                        "parameters only between steps, and set .grad = None on frozen ones."
-                    )
+        for p in self._binding.not_exchanged(self._optimizer):
+            if p.grad is not None:
+                name = self._binding.trained.names.get(p, f"a new parameter, {tuple(p.shape)},")
+                raise ConfigError(
+                    f"{name} has a gradient that is not exchanged: freeze, unfreeze and add "
+                    "parameters only between steps, and set .grad = None on frozen ones."
+                )
 
     def _train(
         self, plain: Callable[[bool], nn.Module], model: nn.Module, mode: bool = True

@@ -3,7 +3,7 @@
 A parameter is exchanged if the optimizer has it and it isn't frozen, be it the model's or not (a
 loss's own, say). Layers may be frozen and unfrozen, and parameters and groups added to the
 optimizer, between any two steps; all ranks do the same at the same step. Each step begins with a
-comparison of `fingerprint`, a few numbers a parameter: about 25 microseconds for a ResNet-50.
+comparison of `fingerprint`, a few facts a parameter: about 25 microseconds for a ResNet-50.
 
 A parameter is row-sparse if only layers with `sparse=True` register it: of `nn.Embedding` and
 `nn.EmbeddingBag`.
@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -25,7 +27,9 @@ from paceline.update.updater import takes_sparse_gradients
 
 _MIN_TABLE_BYTES = 2**20  # a smaller table's zeros cost too little of a step
 
-Fingerprint = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
+_FACTS = tuple(map(attrgetter, ("requires_grad", "dtype", "device")))
+
+Fingerprint = list[tuple[list[int], list[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,8 +64,8 @@ class TrainedParameters:
     """Trained parameters: their names, groups and freezing state.
 
     Attributes:
-        fingerprint: for each group of the optimizer, the ids, freezing, dtypes and devices of its
-            parameters; compared to detect changes.
+        fingerprint: for each group of the optimizer, the ids of its parameters, and their freezing,
+            dtypes and devices; compared to detect changes.
         names: the name of each parameter, its own. The model's parameters come first, in the
             model's order; then the parameters that only the optimizer has.
         groups: for each parameter, the index of its group in the optimizer.
@@ -124,25 +128,41 @@ class TrainedParameters:
 
 def fingerprint_of(optimizer: Optimizer) -> Fingerprint:
     """Return a value that changes with the trained parameters and their groups."""
-    return tuple(
-        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in group["params"])
-        for group in optimizer.param_groups
-    )
+    groups = (group["params"] for group in optimizer.param_groups)
+    return [([*map(id, ps)], [[*map(fact, ps)] for fact in _FACTS]) for ps in groups]
 
 
-def structure_of(model: nn.Module) -> list[int]:
-    """Return numbers that change with the model's modules and parameters, and buffers' counts.
+class ModelStructure:
+    """Detector of changes of a model's modules and parameters, and of their buffers' counts.
 
-    It takes about 80 microseconds for a ResNet-50.
+    A look takes about 10 microseconds for a ResNet-50.
+
+    Args:
+        model: the model.
     """
-    found: list[int] = []
-    waiting: list[nn.Module] = [model]
-    while waiting:
-        module = waiting.pop()
-        found += map(id, module._parameters.values())
-        found += id(module), len(module._buffers)
-        waiting += [child for child in module._modules.values() if child is not None]
-    return found
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def take_change(self) -> bool:
+        """Return whether anything has changed since the last call, and forget it."""
+        if self._present() == self._seen:
+            return False
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        modules = list(self._model.modules())
+        self._tables: list[dict[str, Any]] = []  # the modules' children and parameters
+        for module in modules:
+            self._tables += module._modules, module._parameters
+        self._buffers = [module._buffers for module in modules]
+        self._seen = self._present()
+
+    def _present(self) -> tuple[list[int], list[int]]:
+        values = chain.from_iterable(map(dict.values, self._tables))
+        return [*map(id, values)], [*map(len, self._buffers)]
 
 
 def table_parameters(model: nn.Module) -> frozenset[nn.Parameter]:

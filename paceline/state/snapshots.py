@@ -63,12 +63,17 @@ class _Stage(Enum):
 
 @dataclass(kw_only=True)
 class _Snapshot:
-    """Snapshot: its name, its stage, its state by part, and whether a reader retains its memory."""
+    """Snapshot: its name, its stage, its state by part, and whether a reader retains its memory.
+
+    Attributes:
+        nbytes: bytes of its tensors, once it is held.
+    """
 
     name: SnapshotName
     stage: _Stage = _Stage.OPEN
     state: dict[str, dict[Any, Any]] = field(default_factory=dict)
     borrowed: bool = False
+    nbytes: int = 0
 
 
 class Snapshots:
@@ -110,8 +115,8 @@ class Snapshots:
     @property
     def nbytes_required(self) -> int:
         """Bytes of two snapshots like the newest that is held; 0 before there is one."""
-        states = [one.state for one in self._snapshots if one.stage is not _Stage.OPEN]
-        return _RETAINED * sum(_nbytes(tensor) for tensor in _tensors(states[-1:]))
+        held = [one.nbytes for one in self._snapshots if one.stage is not _Stage.OPEN]
+        return _RETAINED * sum(held[-1:])
 
     def open(self, name: SnapshotName) -> None:
         """Begin a snapshot; one that is still open is given up. `full` must be False."""
@@ -136,7 +141,9 @@ class Snapshots:
 
     def hold(self, name: SnapshotName) -> None:
         """Close the open snapshot: all its parts are copied."""
-        self._get(name, _Stage.OPEN).stage = _Stage.HELD
+        snapshot = self._get(name, _Stage.OPEN)
+        snapshot.stage = _Stage.HELD
+        snapshot.nbytes = sum(map(_nbytes, _tensors(snapshot.state)))
         self._spare = {}  # what the copy had no use for
 
     def commit(self, name: SnapshotName) -> None:

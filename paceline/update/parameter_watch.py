@@ -13,8 +13,8 @@ completes what is pending, gives all parameters their own classes back, and repe
 Outside of the gaps nothing is slower. It doesn't find an alias that was made before (`p.data`, a
 NumPy array), nor code that gets the tensor without Python, such as TorchScript.
 
-`WriteGuard` refuses writes that the watch doesn't find and that would be lost: to a gradient that
-was sent, and to a parameter before its update. Autograd counts the writes of each tensor in
+Two guards refuse writes that the watch doesn't find and that would be lost: to a gradient that was
+sent, and to a parameter before its update. Autograd counts the writes of each tensor in
 `Tensor._version`; comparing the counts costs some 50 microseconds a step for a ResNet-50. Tensors
 that share memory share their count, too. So of a gradient that is a view, only a replacement is
 detected. Of parameters that share their storage, only the gradients are guarded.
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
-from itertools import accumulate
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _OF_GRADIENT = frozenset(
     getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )
 _GET_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009 - a descriptor's own method
+_VERSION = attrgetter("_version")
+_DTYPE = attrgetter("dtype")
 # Uses whose results no update changes.
 _CONSTANT = frozenset(
     {
@@ -218,75 +220,113 @@ def _has_gradient(parameter: nn.Parameter | None) -> bool:
         return parameter is not None and parameter.grad is not None
 
 
-class WriteGuard:
-    """Guard against lost writes: compares autograd's version counters with recorded ones.
+class ParameterGuard:
+    """Guard of parameters whose update is pending: refuses writes that the update would undo.
 
     Args:
-        buckets: buckets of the guarded parameters, which are indexed 0, 1, …, one bucket after
-            another.
-        make_error: makes the error for a lost write, from the parameter's name.
+        buckets: buckets of the parameters.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], make_error: Callable[[str], ConfigError]) -> None:
-        self._parameters = [p for bucket in buckets for p in bucket.parameters]
-        self._names = [name for bucket in buckets for name in bucket.names]
-        self._make_error = make_error
-        self._noted: dict[int, tuple[Tensor, int | None, torch.dtype]] = {}
-        self._ends = list(accumulate(len(bucket.parameters) for bucket in buckets))
-        memories = [p.untyped_storage().data_ptr() for p in self._parameters]
-        uses = Counter(memories)
-        self._unshared = [i for i, memory in enumerate(memories) if uses[memory] == 1]  # indices
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        uses = Counter(
+            p.untyped_storage().data_ptr() for bucket in buckets for p in bucket.parameters
+        )
+        self._guarded = [  # by bucket, those that share no memory, by their names
+            {
+                name: p
+                for name, p in zip(bucket.names, bucket.parameters, strict=True)
+                if uses[p.untyped_storage().data_ptr()] == 1 and not p._is_view()
+            }
+            for bucket in buckets
+        ]
+        self._noted: dict[int, list[Any]] = {}
 
-    def note(self, index: int, tensor: Tensor) -> None:
-        """Take a tensor's present version as the one that counts."""
-        version = None if tensor._is_view() else tensor._version
-        self._noted[index] = (tensor, version, tensor.dtype)
+    def note(self) -> None:
+        """Take the present versions of all parameters as those that count."""
+        self._noted = {n: _marks_of(guarded.values()) for n, guarded in enumerate(self._guarded)}
 
-    def note_parameters(self) -> None:
-        """Take the present versions of all parameters that don't share memory."""
-        for index in self._unshared:
-            self.note(index, self._parameters[index])
-
-    def check(self, index: int, tensor: Tensor | None) -> None:
-        """Compare a tensor with the one that was noted, if any, and forget that one.
-
-        Raises:
-            ConfigError: the tensor was written, converted, replaced or removed.
-        """
-        noted = self._noted.pop(index, None)
-        if noted is None:
-            return
-        known, version, dtype = noted
-        if tensor is known and tensor.dtype is dtype and version in (None, tensor._version):
-            return
-        raise self._make_error(self._names[index])
-
-    def check_gradients(self) -> None:
-        """Compare all noted gradients with the parameters' present ones.
-
-        Raises:
-            ConfigError: a gradient was written, replaced or removed.
-        """
-        for index in list(self._noted):
-            self.check(index, self._parameters[index].grad)
-
-    def check_parameters(self, unit: Sequence[Bucket]) -> None:
-        """Compare the parameters of some buckets with their noted versions.
+    def check(self, unit: Sequence[Bucket]) -> None:
+        """Compare the parameters of some buckets with their noted versions, and forget these.
 
         Raises:
             ConfigError: a parameter was written or converted.
         """
         for bucket in unit:
-            end = self._ends[bucket.index]
-            for index in range(end - len(bucket.parameters), end):
-                self.check(index, self._parameters[index])
+            guarded, noted = self._guarded[bucket.index], self._noted.pop(bucket.index, None)
+            if noted is not None and (now := _marks_of(guarded.values())) != noted:
+                raise _late_write(_first_difference(list(guarded), now, noted))
+
+
+class GradientGuard:
+    """Guard of gradients that were sent: refuses writes that the exchange doesn't see.
+
+    Args:
+        parameters: the gradients' parameters, which are indexed 0, 1, …
+        names: the parameters' names.
+        make_error: makes the error for a lost write, from the parameter's name.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        make_error: Callable[[str], ConfigError],
+    ) -> None:
+        self._parameters, self._names = parameters, names
+        self._make_error = make_error
+        self._noted: dict[range, tuple[Sequence[Tensor], list[Any]]] = {}
+
+    def note(self, indices: range, gradients: Sequence[Tensor]) -> None:
+        """Take the present versions of some gradients as those that count.
+
+        Args:
+            indices: of their parameters.
+            gradients: the gradients, one a parameter.
+        """
+        self._noted[indices] = gradients, _marks_of_gradients(gradients)
+
+    def check(self) -> None:
+        """Compare all noted gradients with the parameters' present ones, and forget these.
+
+        Raises:
+            ConfigError: a gradient was written, converted, replaced or removed.
+        """
+        noted, self._noted = self._noted, {}
+        for indices, (gradients, marks) in noted.items():
+            now = [self._parameters[index].grad for index in indices]
+            same = [*map(is_, now, gradients)]
+            names = self._names[indices.start : indices.stop]
+            if not all(same):
+                raise self._make_error(names[same.index(False)])
+            if (written := _marks_of_gradients(gradients)) != marks:
+                raise self._make_error(_first_difference(names, written, marks))
 
     def clear(self) -> None:
-        """Forget all noted tensors."""
-        self._noted.clear()
+        """Forget all noted gradients."""
+        self._noted = {}
 
 
-def late_write(name: str) -> ConfigError:
+def _marks_of(tensors: Collection[Tensor]) -> list[Any]:
+    """Return what a write or a conversion changes: the tensors' versions, and then their dtypes."""
+    return [*map(_VERSION, tensors), *map(_DTYPE, tensors)]
+
+
+def _marks_of_gradients(gradients: Sequence[Tensor]) -> list[Any]:
+    """Return the same, without the versions of views, which count others' writes, too."""
+    marks = _marks_of(gradients)
+    views = [gradient._is_view() for gradient in gradients]
+    if True in views:
+        marks[: len(views)] = [None if view else n for n, view in zip(marks, views, strict=False)]
+    return marks
+
+
+def _first_difference(names: Sequence[str], now: Sequence[Any], then: Sequence[Any]) -> str:
+    """Return the name of the first tensor whose marks differ."""
+    differ = [a != b for a, b in zip(now, then, strict=True)]
+    return names[differ.index(True) % len(names)]
+
+
+def _late_write(name: str) -> ConfigError:
     """Return the error for a parameter that was written before its update was installed."""
     return ConfigError(
         f"{name} was written while its update was still pending: optimizer.step() starts the "

@@ -24,7 +24,7 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
 from paceline.reduce.rank_state import Ranges, gather_parts, join_ranges, same_ranges
-from paceline.update.parameter_watch import WriteGuard, late_write
+from paceline.update.parameter_watch import ParameterGuard
 from paceline.update.state_entries import SCALARS, restore_entries
 from paceline.update.state_watch import plain_state, unwatch_state, watch_state
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters, SubOptimizer, is_bucketwise
@@ -93,7 +93,7 @@ class ShardOptimizer:
         self._fragments: dict[int, list[_Fragment]] = {}
         self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
-        self._guard = WriteGuard(buckets, late_write)
+        self._guard = ParameterGuard(buckets)
         self._gathering, self.update_count = False, 0
         self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
@@ -158,7 +158,7 @@ class ShardOptimizer:
             ConfigError: a parameter was written since `freeze`, or its memory format has changed.
         """
         (bucket,) = unit
-        self._guard.check_parameters(unit)
+        self._guard.check(unit)
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):
@@ -168,7 +168,7 @@ class ShardOptimizer:
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
         self.update_count += 1
-        self._guard.note_parameters()
+        self._guard.note()
         watch_state(self._optimizer, self._refuse_use)  # a script may have replaced it
         hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers.values():

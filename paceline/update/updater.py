@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
-from torch.optim.sgd import sgd
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.update.parameter_watch import WriteGuard, late_write
+from paceline.update.parameter_watch import ParameterGuard
 from paceline.update.state_watch import plain_state
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -95,7 +94,7 @@ class Updater:
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
         self._optimizer = optimizer
         self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
-        self._guard = WriteGuard(buckets, late_write)
+        self._guard = ParameterGuard(buckets)
         self._sub_optimizers = [
             SubOptimizer(optimizer, dict.fromkeys(bucket.parameters, bucket.param_group))
             for bucket in buckets
@@ -107,7 +106,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._guard.note_parameters()
+        self._guard.note()
         hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers:
             sub_optimizer.freeze(hyperparameters)
@@ -121,7 +120,7 @@ class Updater:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
         (bucket,) = unit
-        self._guard.check_parameters(unit)
+        self._guard.check(unit)
         device = bucket.parameters[0].device.type
         # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
@@ -240,6 +239,7 @@ class SubOptimizer:
         state: dict[Tensor, Any] | None = None,
     ) -> None:
         self._optimizer, self._state = optimizer, state
+        self._places: list[Any] = []  # with which a fused update was possible
         self._parameters = list(param_groups)
         self._sub: Optimizer = object.__new__(type(optimizer))
         self._sub.__dict__.update(optimizer.__dict__)
@@ -292,17 +292,20 @@ class SubOptimizer:
         parameters, momenta = group["params"], []
         if group["momentum"] != 0:
             momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
-        if not _lie_as(parameters, gradients, momenta):
+        places = _places(parameters, gradients, momenta)
+        if places is None:
             return False
-        with torch.no_grad():
-            sgd(
-                parameters,
-                gradients,  # type: ignore[arg-type]  # all are there
-                momenta or [None] * len(parameters),
-                fused=True,
-                grad_scale=getattr(sub, "grad_scale", None),
-                found_inf=getattr(sub, "found_inf", None),
-                **{name: group[name] for name in _HYPERPARAMETERS},
+        if places != self._places:
+            if not _lie_as(parameters, gradients, momenta):
+                return False
+            self._places = places
+        scaling = {name: getattr(sub, name, None) for name in _SCALING}
+        for name, value in scaling.items():
+            scaling[name] = None if value is None else value.to(parameters[0].device)
+        options = {name: group[name] for name in _HYPERPARAMETERS}
+        with torch.no_grad():  # as `sgd(…, fused=True)`, which would sort them by device and dtype
+            torch._fused_sgd_(  # type: ignore[call-overload]  # all gradients are there
+                parameters, gradients, momenta, is_first_step=False, **options, **scaling
             )
         increment_version(parameters)  # which torch's fused kernels don't
         return True
@@ -314,19 +317,29 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
     return not chosen and not group["differentiable"]
 
 
+def _places(*lists: Sequence[Tensor | None]) -> list[Any] | None:
+    """Return the strides and dtypes of all tensors; None where one is missing, or is sparse."""
+    places: list[Any] = []
+    for tensors in lists:
+        layouts = [None if tensor is None else tensor.layout for tensor in tensors]
+        if layouts.count(torch.strided) < len(layouts):
+            return None
+        there: Sequence[Tensor] = tensors  # type: ignore[assignment]
+        places += [tensor.stride() for tensor in there], [tensor.dtype for tensor in there]
+    return places
+
+
 def _lie_as(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     momenta: Sequence[Tensor | None],
 ) -> bool:
     """Return whether gradients, and momenta, if any, lie as their parameters, without gaps."""
-    strided, dtype = torch.strided, parameters[0].dtype
+    dtype = parameters[0].dtype
     for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
-        if gradient is None or momentum is None:
-            return False
+        assert gradient is not None
+        assert momentum is not None
         if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
-            return False
-        if not (gradient.layout is momentum.layout is strided):
             return False
         shape, stride = p.shape, p.stride()
         places = _dense_strides(shape, stride)

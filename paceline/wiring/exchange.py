@@ -19,10 +19,10 @@ from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.reduce.buckets import Bucket
+from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
-from paceline.replica.binder import ExchangePlan
+from paceline.replica.binder import ExchangePlan, MakeSynchronizer
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
@@ -120,10 +120,23 @@ SYNCHRONIZERS: dict[str, Callable[[nn.Module], _MakeSynchronizer]] = {
 }
 
 
-def _method(buckets: Sequence[Bucket], config: SyncConfig) -> str:
-    """Return the method: `config.sync`, but where there are tables alone, which no put carries."""
+def _method(buckets: Sequence[Bucket], config: SyncConfig, run: Run) -> str:
+    """Return the method: `config.sync`, but where there are tables alone, which no put carries.
+
+    It is `allreduce`, too, where one rank exchanges nothing.
+    """
     only_rows = bool(buckets) and not dense_of(buckets) and config.update != "sharded"
-    return "allreduce" if only_rows else config.sync
+    return "allreduce" if only_rows or _alone(config, run) else config.sync
+
+
+def _alone(config: SyncConfig, run: Run) -> bool:
+    """Return whether nothing is exchanged: one rank updates the whole model."""
+    return run.context.group.size == 1 and config.update != "sharded"
+
+
+def _plan(config: SyncConfig, run: Run, bind: MakeSynchronizer) -> ExchangePlan:
+    size = ALL if _alone(config, run) else config.bucket_bytes
+    return ExchangePlan(make_synchronizer=bind, bucket_bytes=size)
 
 
 def refuse_gpu(config: SyncConfig) -> None:
@@ -211,12 +224,13 @@ def replicate(
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            links, make = run.context.links(None), SYNCHRONIZERS[_method(buckets, config)](model)
+            method = _method(buckets, config, run)
+            links, make = run.context.links(None), SYNCHRONIZERS[method](model)
             made = make(buckets, run, optimizer, statistics, config, links, rows())
             run.context.synchronizers[0] = made
             return made
 
-        return ExchangePlan(make_synchronizer=bind, bucket_bytes=config.bucket_bytes)
+        return _plan(config, run, bind)
 
     def next_plan() -> ExchangePlan | None:
         config = autotuner.next()
@@ -280,7 +294,8 @@ def replicate_grouped(
     def bind(buckets: Sequence[Bucket]) -> Synchronizer:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
-        links, make = run.context.links(index), SYNCHRONIZERS[_method(buckets, config)](model)
+        method = _method(buckets, config, run)
+        links, make = run.context.links(index), SYNCHRONIZERS[method](model)
         made = make(buckets, run, optimizer, no_statistics, config, links, rows())
         run.context.synchronizers[index] = made
         return made
@@ -296,7 +311,7 @@ def replicate_grouped(
         optimizer,
         lambda: run.context.links(index).communicator,
         lambda: run.context.links(index).gradients,
-        lambda: ExchangePlan(make_synchronizer=bind, bucket_bytes=config.bucket_bytes),
+        lambda: _plan(config, run, bind),
         share=options.share,
         recorder=run.recorder,
         scope=options.scope,

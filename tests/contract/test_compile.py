@@ -149,6 +149,7 @@ def test_each_block_waits_for_its_own_buckets_from_the_second_step_on() -> None:
     optimizer = sgd(model)
     compile_blocks(blocks(model), "aot_eager")
     communicator = ThreadGroup(1).communicator(0)
+    communicator.world_size = 2  # in a world of one nothing waits
     replica = replicate(model, optimizer, communicator, 1)
     synchronizer = replica._binding.synchronizer
     events: list[tuple[str, object]] = []

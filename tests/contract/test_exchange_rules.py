@@ -120,7 +120,9 @@ def test_memory_is_sent_again_only_after_it_came_back() -> None:
 
 def diary_of_a_step(model: nn.Module, *, late: bool) -> tuple[list[tuple[str, int]], list[int]]:
     """Return what a step with a bucket for each parameter does, and the buckets' sizes."""
-    watched = Watched(ThreadCommunicator(ThreadGroup(1), 0))
+    communicator = ThreadCommunicator(ThreadGroup(1), 0)
+    communicator.world_size = 2  # a world of one exchanges nothing
+    watched = Watched(communicator)
     bench = Bench.of(watched, model, bucket_bytes=1)
     bench.step(0)
     bench.step(1)  # what is read where has been learned

@@ -194,7 +194,7 @@ def test_a_forward_of_the_whole_model_waits_layer_by_layer(model: nn.Module) -> 
         bench.step(2)
         return updated
 
-    first, *others = run_ranks(1, train)[0]
+    first, *others = run_ranks(2, train)[0]
     assert first
     assert not all(others)
 
@@ -222,7 +222,7 @@ def test_copies_have_the_parameters_own_class(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
         for after in ("step", "backward"):
-            with bench.replica.step(0, 1.0):
+            with bench.replica.step(0, 0.5):
                 bench.backward(0)
                 if after == "step":
                     bench.optimizer.step()
@@ -235,7 +235,7 @@ def test_copies_have_the_parameters_own_class(model: nn.Module) -> None:
         bench.replica.close()
         assert {type(p) for p in bench.model.parameters()} == {nn.Parameter}
 
-    run_ranks(1, train)
+    run_ranks(2, train)
 
 
 class Named(nn.Parameter):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Optimizer
-from torch.optim import sgd as torchs_sgd
 
 from paceline.reduce.buckets import Bucket, partition
 from paceline.update.updater import StepHyperparameters, SubOptimizer, Updater
@@ -78,13 +77,13 @@ def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, chosen: bool | None, steps: int
 ) -> None:
     passes = []
-    fused = torchs_sgd._fused_sgd  # type: ignore[attr-defined]
+    fused = torch._fused_sgd_
 
     def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         passes.append(len(params))
         fused(params, *args, **kwargs)
 
-    monkeypatch.setattr(torchs_sgd, "_fused_sgd", counted)
+    monkeypatch.setattr(torch, "_fused_sgd_", counted)
     given = [gradients(number) for number in range(3)]
     ours, theirs = both(lambda ps: nesterov(ps, chosen), given)
     plain = 3 if chosen else 0  # the plain optimizer's own

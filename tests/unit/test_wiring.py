@@ -150,12 +150,14 @@ def test_forward_computes_in_the_asked_precision(
 
 
 def test_the_size_of_a_bucket_decides_how_many_there_are(tmp_path: Path) -> None:
-    few, many = (
-        trainer_of(tmp_path, "--bucket_mb", size).replica._binding.synchronizer.buckets
-        for size in ("100", "0.1")
-    )
-    assert len(few) == 3  # with decay, without, and the first layers with it
-    assert len(many) > 8
+    def buckets(size: str, *flags: str) -> int:
+        trainer = trainer_of(tmp_path, "--bucket_mb", size, *flags)
+        return len(trainer.replica._binding.synchronizer.buckets)
+
+    sharded = ("--sync", "notified", "--update", "sharded")
+    assert buckets("100", *sharded) == 3  # with decay, without, and the first layers with it
+    assert buckets("0.1", *sharded) > 8
+    assert buckets("0.1") == 2  # with decay, and without: one rank exchanges nothing
 
 
 def test_the_seed_decides_the_weights_and_the_order(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class GradientViews:
     ) -> None:
         self._names = names
         self._templates = [template.detach() for template in templates]
-        self._large = [_is_large(template) for template in templates]
+        self._large = [n for n, template in enumerate(templates) if _is_large(template)]
         self._strides = [template.stride() for template in templates]
         self._copies: Tensor | None = None  # (numel,)
         self._views: list[Tensor] = []
@@ -111,22 +111,21 @@ class GradientViews:
         """View a step's gradients; overwrites the copies of the last step's."""
         pieces: list[Piece] = []
         borrowed: list[tuple[str, Tensor, int]] = []
-        copied_from, missing, small = 0, [], []
-        for number, gradient in enumerate(gradients):
-            if gradient is None:
-                missing.append(number)
-            elif self._large[number] and self._has_strides(gradient, number):
+        copied_from, missing = 0, [n for n, gradient in enumerate(gradients) if gradient is None]
+        apart = set(missing)
+        for number in self._large:
+            gradient = gradients[number]
+            if gradient is not None and self._has_strides(gradient, number):
                 start, stop = self._spans[number]
                 if copied_from < start:
                     pieces.append(self._copy(copied_from, start))
                 pieces.append((start, stop, _detached(gradient).as_strided((stop - start,), (1,))))
                 borrowed.append((self._names[number], gradient, gradient._version))
                 copied_from = stop
-            else:
-                small.append((number, _detached(gradient)))
+                apart.add(number)
         if copied_from < self._numel:
             pieces.append(self._copy(copied_from, self._numel))
-        self._fill(small, missing)
+        self._fill([n for n in range(len(gradients)) if n not in apart], missing, gradients)
         full = weight > 0 and not missing
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
@@ -148,15 +147,18 @@ class GradientViews:
             self._copied[start, stop] = (start, stop, self._memory()[start:stop])
         return self._copied[start, stop]
 
-    def _fill(self, small: Sequence[tuple[int, Tensor]], missing: Sequence[int]) -> None:
-        """Copy gradients, and write zeros where there is none."""
+    @torch.no_grad()
+    def _fill(
+        self, small: Sequence[int], missing: Sequence[int], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Copy gradients, and write zeros where there is none; both by their numbers."""
         if small or missing:
             self._memory()
         for number in missing:
             self._views[number].zero_()
         if small:
-            views = [self._views[number] for number, _ in small]
-            torch._foreach_copy_(views, [gradient for _, gradient in small])
+            copied: list[Tensor] = [gradients[number] for number in small]  # type: ignore[misc]
+            torch._foreach_copy_([self._views[number] for number in small], copied)
 
     def _memory(self) -> Tensor:
         if self._copies is None:
