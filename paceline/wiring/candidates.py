@@ -14,8 +14,8 @@ from paceline.replica.trained_parameters import TrainedParameters
 # (method, bucket size in MiB); of those that are equally fast the first is taken.
 CANDIDATES = {
     "cpu": (
-        *(("notified", 16.0), ("allreduce", 8.0), ("notified", 8.0), ("notified", 4.0)),
-        *(("notified", 2.0), ("allreduce", 25.0)),
+        *(("notified", 4.0), ("allreduce", 8.0), ("notified", 2.0), ("notified", 8.0)),
+        *(("notified", 16.0), ("allreduce", 25.0)),
     ),
     "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
 }
