@@ -150,6 +150,10 @@ METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "average": 4}
 """Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
 `wiring.average` makes the last, `wiring.candidates` says which sizes auto tries."""
 
+_LOSSY_NOTIFIED_MB = {"bf16": 8, "int8": 16}
+"""The same of notified's lossy wires: the fewer bytes there are to overlap, the more a bucket's own
+work counts."""
+
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "sync": ("auto", *METHODS),
     "wire": ("fp32", "bf16", "int8"),
@@ -214,7 +218,7 @@ class SyncConfig:
 
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
-    default (allreduce: 8, notified: 4, average: 4)."""
+    default (allreduce: 8; notified: 4, with --wire bf16 8, with int8 16; average: 4)."""
 
     shares: Shares = "equal"
     """How the workers divide the global batch. equal: all train as many samples. measured: in
@@ -291,4 +295,7 @@ class SyncConfig:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket; the method is chosen."""
-        return round((self.bucket_mb or METHODS[self.sync]) * 2**20)
+        default = METHODS[self.sync]
+        if self.sync == "notified":
+            default = _LOSSY_NOTIFIED_MB.get(self.wire, default)
+        return round((self.bucket_mb or default) * 2**20)

@@ -38,9 +38,9 @@ from paceline.run.autotune.pass_times import Clocks, PassTimes
 from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, seconds_in_order
 from paceline.run.run import Run
 
-# The processor's work, by benchmarks/floor.py --links loopback, a core of an AMD EPYC a rank.
-_BUCKET_SECONDS = 4e-4
-_COPY_SECONDS = 5e-10  # a byte
+# The processor's work, a core of an AMD EPYC a rank.
+_BUCKET_SECONDS = 7e-4  # by benchmarks/buckets.py --links 1gbit --wires int8
+_COPY_SECONDS = 5e-10  # a byte, by benchmarks/floor.py --links loopback
 _BLOCK = 2**16  # values, by which a codec's bytes a value are computed
 
 
