@@ -180,7 +180,7 @@ def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None
 
 def test_a_lossy_exchange_resumes_with_the_bucket_size_that_its_checkpoint_records() -> None:
     def state(c: Communicator, start: Start) -> Any:
-        config = start.keep_bucket_size(SyncConfig(sync="notified", wire="bf16"))
+        config = start.keep_bucket_size(SyncConfig(sync="notified", wire="int8"))
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = run_of(c, world_of((1, 1), c.rank))
@@ -213,6 +213,8 @@ def test_a_recorded_bucket_size_is_for_lossy_exchanges_whose_size_is_not_given(
 ) -> None:
     start = Start(state={"exchange": {"scale": 1.0, "missed": [], "bucket_mb": 2.0}})
     assert start.keep_bucket_size(config) is config
+    of_several = start.keep_bucket_size(config, 0)  # auto tries nothing there
+    assert of_several.bucket_mb == (2 if config.sync == "auto" else config.bucket_mb)
 
 
 def test_gradients_as_they_are_have_no_state() -> None:
