@@ -108,17 +108,15 @@ class Start:
         if state is not None and AVERAGE in state:
             replica.restore_optimizer(state)
 
-    def keep_bucket_size(self, config: SyncConfig, pair: int | None = None) -> SyncConfig:
+    def keep_bucket_size(self, config: SyncConfig, pair: int = 0) -> SyncConfig:
         """Return options with the checkpoint's bucket size, if none is given and bits depend on it.
 
         Args:
             config: the options.
-            pair: the index of its model and optimizer, where there are several, and auto tries
-                nothing.
+            pair: the index of its model and optimizer, where there are several.
         """
-        exchange = (self.state or {}).get(exchange_entry(pair or 0), {})
-        is_fixed = config.sync == "notified" or (config.sync == "auto" and pair is not None)
-        is_open = is_fixed and config.wire != "fp32" and not config.bucket_mb
+        exchange = (self.state or {}).get(exchange_entry(pair), {})
+        is_open = config.sync == "notified" and config.wire != "fp32" and not config.bucket_mb
         if not is_open or MISSED not in exchange:
             return config
         return replace(config, bucket_mb=exchange.get(BUCKET_MB) or _EARLIER_MB)

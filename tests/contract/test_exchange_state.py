@@ -213,8 +213,6 @@ def test_a_recorded_bucket_size_is_for_lossy_exchanges_whose_size_is_not_given(
 ) -> None:
     start = Start(state={"exchange": {"scale": 1.0, "missed": [], "bucket_mb": 2.0}})
     assert start.keep_bucket_size(config) is config
-    of_several = start.keep_bucket_size(config, 0)  # auto tries nothing there
-    assert of_several.bucket_mb == (2 if config.sync == "auto" else config.bucket_mb)
 
 
 def test_gradients_as_they_are_have_no_state() -> None:

@@ -48,15 +48,15 @@ def names(
 
 def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
     assert names(SyncConfig(), trained(30, 1)) == [
-        *("notified:4:fp32", "allreduce:8:fp32", "notified:2:fp32", "notified:8:fp32"),
-        *("notified:16:fp32", "allreduce:25:fp32"),
+        *("notified:16:fp32", "allreduce:8:fp32", "notified:8:fp32", "notified:4:fp32"),
+        *("notified:2:fp32", "allreduce:25:fp32"),
     ]
 
 
 def test_sizes_that_make_the_same_buckets_are_one() -> None:
-    assert names(SyncConfig(), trained(3, 0.1)) == ["notified:4:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), trained(3, 0.1)) == ["notified:16:fp32", "allreduce:8:fp32"]
     assert names(SyncConfig(), trained(4, 1.5)) == [
-        *("notified:4:fp32", "allreduce:8:fp32", "notified:2:fp32", "notified:8:fp32")
+        *("notified:16:fp32", "allreduce:8:fp32", "notified:4:fp32", "notified:2:fp32")
     ]
 
 
@@ -71,7 +71,7 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
         ({"transport": "nixl", "bucket_mb": 3}, ["notified:3:fp32"]),
         (
             {"wire": "bf16"},
-            ["notified:4:bf16", "notified:2:bf16", "notified:8:bf16", "notified:16:bf16"],
+            ["notified:16:bf16", "notified:8:bf16", "notified:4:bf16", "notified:2:bf16"],
         ),
     ],
     ids=str,
@@ -82,15 +82,15 @@ def test_what_was_asked_for_is_not_chosen_otherwise(asked: dict[str, Any], left:
 
 def test_several_connections_are_tried_between_machines_unless_their_number_was_told() -> None:
     machines, model = (1, 2), trained(3, 0.1)
-    one = ["notified:4:fp32", "allreduce:8:fp32"]
-    assert names(SyncConfig(), model, machines) == [*one, "notified:4:fp32:x4"]
+    one = ["notified:16:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), model, machines) == [*one, "notified:16:fp32:x4"]
     assert names(SyncConfig(wire="int8"), model, machines) == [
-        *("notified:4:int8", "notified:4:int8:x4")
+        *("notified:16:int8", "notified:16:int8:x4")
     ]
     assert names(SyncConfig(connections=1), model, machines) == [
-        *("notified:4:fp32:x1", "allreduce:8:fp32:x1")
+        *("notified:16:fp32:x1", "allreduce:8:fp32:x1")
     ]
-    assert names(SyncConfig(transport="nixl"), model, machines) == ["notified:4:fp32"]
+    assert names(SyncConfig(transport="nixl"), model, machines) == ["notified:16:fp32"]
 
 
 def test_on_gpus_there_are_collectives_only() -> None:
