@@ -339,8 +339,9 @@ def measure(setting: Setting, steps: int) -> dict[str, float]:
             way.step(*next(batches))
         return time.perf_counter() - start
 
-    seconds(UNTIMED)
-    in_warm_up = seconds(way.warm_up - UNTIMED) / (way.warm_up - UNTIMED) if way.warm_up else 0.0
+    first = seconds(UNTIMED)
+    more = way.warm_up - UNTIMED
+    in_warm_up = seconds(more) / more if more > 0 else first / UNTIMED
     seconds(way.period if way.period > 1 else UNTIMED)
     periods = math.ceil(steps / way.period)
     steps = (periods if way.period == 1 else max(TIMED_PERIODS, periods)) * way.period

@@ -43,7 +43,6 @@ RANKS = 2
 NONE = "none"
 EXACT = {"ddp", "allreduce", "notified"}
 NUMBERED = {"ddp": "MiB", "powersgd": "rank", "postlocal": "period"}
-WARM = {"powersgd", "postlocal"}
 ROWS = [
     *(NONE, "ddp:1", "ddp:8", "ddp:25", "powersgd:1", "powersgd:4", "postlocal:16"),
     *("notified", "notified-bf16", "notified-int8"),
@@ -78,6 +77,12 @@ def curve_of(row: str) -> str:
     return "exact" if method_of(row) in EXACT else row
 
 
+def warm_up_of(row: str, options: argparse.Namespace) -> int:
+    """Return the number of steps of plain DDP with which a row begins."""
+    warm_up = {"powersgd": options.start_powersgd, "postlocal": options.warm_up}
+    return warm_up.get(method_of(row), 0)
+
+
 def read(options: argparse.Namespace, part: str, folder: Path) -> int:
     """Decode class folders into arrays for the ranks; return the number of images."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -99,7 +104,7 @@ def result(options: argparse.Namespace, row: str, link: str, line: str) -> list[
         "batch": options.batch,
         "epochs": options.epochs,
         "evaluate": options.evaluate,
-        "warm_up": options.warm_up if method_of(row) in WARM else 0,
+        "warm_up": warm_up_of(row, options),
         "seed": options.seed,
     }
     name = curve_of(row) if line == "train" else row
@@ -158,7 +163,7 @@ def print_link(
         cells += [f"{8e-6 * sent / seconds:.1f}", f"{8e-6 * peak:.1f}"]
         curve = curves.get(curve_of(row))
         steps = steps_to(curve, options) if curve else None
-        warm_up = options.warm_up if method_of(row) in WARM else 0
+        warm_up = warm_up_of(row, options)
         cells.append("–" if steps is None else f"{steps:,}")
         cells.append("–" if steps is None else f"{seconds_to(answers, steps, warm_up):,.0f}")
         cells.append(f"{accuracies(curve, options)[-1]:.2%}" if curve else "–")
@@ -228,7 +233,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--epochs", type=int, default=10)
     add("--images", type=int, default=0, help="training images; 0: all")
     add("--evaluate", type=int, default=200, help="steps between evaluations; %(default)s")
-    add("--warm-up", type=int, default=100, help="steps before PowerSGD and averaging; %(default)s")
+    add(
+        "--start-powersgd",
+        type=int,
+        default=2,
+        help="steps of plain DDP before PowerSGD, of which torch demands 2; default: %(default)s",
+    )
+    add("--warm-up", type=int, default=100, help="steps before `model_averaging`; %(default)s")
     add("--timed", type=int, default=16, help="steps that are timed; default: %(default)s")
     add("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")

@@ -51,6 +51,7 @@ class PutOptions:
         announce: called with the window's layout before the window is opened: invites a server.
         tables: parameters whose gradients may be zero but for some rows. Buckets of which more than
             half of the values are in tables suppress zeros in puts between groups.
+        bucket_mb: bucket size in MiB, for checkpoints of the residuals.
     """
 
     open_window: OpenWindow
@@ -66,6 +67,7 @@ class PutOptions:
     rows: Communicator | None = None
     announce: Callable[[Layout], None] = lambda layout: None
     tables: frozenset[Tensor] = frozenset()
+    bucket_mb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,9 @@ def open_exchange(
         )
         if bucket.spec.codec is not None and len(put_topology.groups) > 1
     ]
-    residuals = Residuals(encoded, put_topology.workers, window.rank) if encoded else None
+    residuals = None
+    if encoded:
+        residuals = Residuals(encoded, put_topology.workers, window.rank, options.bucket_mb)
     return OpenedExchange(
         exchange=exchange, own=put_exchange, residuals=residuals, end_startup=end_startup
     )

@@ -170,9 +170,8 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
         for pair in everything[len(run.context.replica_links) :]:
             run.connect(partial(connect_replica, device=device, sync=pair.config.sync))
         for index, pair in enumerate(everything):
-            options = GroupedOptions(
-                index=index, config=pair.config, scope=pair.scope, share=pair.share
-            )
+            config = world._start.keep_bucket_size(pair.config, index)
+            options = GroupedOptions(index=index, config=config, scope=pair.scope, share=pair.share)
             grouped = replicate_grouped(pair.model, pair.optimizer, run, options)
             bound.callback(grouped.close)
             replicas.append(grouped)
@@ -196,7 +195,8 @@ def _replicate(pair: Pair, world: World) -> Replica | AveragedReplica:
         world._bound.callback(averaged.close)
         return averaged
     setting = TrialSetting(folder=session.run, report=report)
-    replica = replicate(pair.model, pair.optimizer, run, pair.config, pair.share, setting)
+    config = world._start.keep_bucket_size(pair.config)
+    replica = replicate(pair.model, pair.optimizer, run, config, pair.share, setting)
     world._bound.callback(replica.close)  # also where an error or an interrupt follows
     return replica
 

@@ -146,9 +146,11 @@ def without_password(url: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
-METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 16, "average": 4}
+METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "average": 4}
 """Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
 `wiring.average` makes the last, `wiring.candidates` says which sizes auto tries."""
+
+_LOSSY_NOTIFIED_MB = 8  # with fewer bytes to overlap, a bucket's own work counts for more
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "sync": ("auto", *METHODS),
@@ -214,7 +216,7 @@ class SyncConfig:
 
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
-    default (allreduce: 8, notified: 16, average: 4)."""
+    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; average: 4)."""
 
     shares: Shares = "equal"
     """How the workers divide the global batch. equal: all train as many samples. measured: in
@@ -291,4 +293,7 @@ class SyncConfig:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket; the method is chosen."""
-        return round((self.bucket_mb or METHODS[self.sync]) * 2**20)
+        default = METHODS[self.sync]
+        if self.sync == "notified" and self.wire != "fp32":
+            default = _LOSSY_NOTIFIED_MB
+        return round((self.bucket_mb or default) * 2**20)

@@ -22,6 +22,7 @@ from paceline.reduce.buckets import like
 
 OPTIMIZER = "optimizer"  # key of the optimizer's whole state dict, where ranks hold shards of it
 MISSED = "missed"  # key of the error-feedback residuals
+BUCKET_MB = "bucket_mb"  # key of the bucket size of the exchange that left them
 
 
 Ranges = Mapping[str, tuple[int, int, Any]]

@@ -1,10 +1,12 @@
 """Residuals of lossy codecs in a checkpoint: by parameter, for each machine that sends.
 
-    {"scale": 1.0, "missed": [ {"fc.weight": (10, 512), …} of group 0, {…} of group 1, … ]}
+    {"scale": 1.0, "missed": [ {"fc.weight": (10, 512), …} of group 0, {…} of group 1, … ],
+     "bucket_mb": 4.0}
 
 For a value that a group doesn't own, it is what the group's own gradients still lack at the owner;
 for one that it owns, what the sum still lacks at the others. Both are parts of the sum. So in a
-world of another number of groups the owners add the total to their next sums.
+world of another number of groups the owners add the total to their next sums. The bits of a lossy
+exchange depend on who owns a value, and so on the bucket size.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
-from paceline.reduce.rank_state import MISSED, agreed, gather_parts, join_ranges, same_ranges
+from paceline.reduce.rank_state import (
+    BUCKET_MB,
+    MISSED,
+    agreed,
+    gather_parts,
+    join_ranges,
+    same_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +74,20 @@ class Residuals:
         buckets: the buckets that a codec encodes.
         topology: the groups of ranks.
         rank: this rank.
+        bucket_mb: bucket size in MiB, for the checkpoint.
     """
 
     scaled = True
 
-    def __init__(self, buckets: Sequence[EncodedBucket], topology: Topology, rank: int) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[EncodedBucket],
+        topology: Topology,
+        rank: int,
+        bucket_mb: float = 0.0,
+    ) -> None:
         self._buckets, self._topology, self._rank = buckets, topology, rank
+        self._bucket_mb = bucket_mb
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' residuals, by parameter and group, on rank 0."""
@@ -127,7 +144,7 @@ class Residuals:
         """
         lossy = [part for part in parts if MISSED in part]
         if not lossy:
-            return {"scale": 1.0, MISSED: []}
+            return {"scale": 1.0, MISSED: [], BUCKET_MB: self._bucket_mb}
         owners = [part for part in lossy if part[MISSED]]
         scale, _, groups = agreed((p["scale"], p["version"], p["layout"][0]) for p in owners)
         merged = []
@@ -145,7 +162,7 @@ class Residuals:
                     if template.numel()
                 }
             )
-        return {"scale": scale, MISSED: merged}
+        return {"scale": scale, MISSED: merged, BUCKET_MB: self._bucket_mb}
 
     def _part(self, residual_of: Callable[[ErrorFeedback], Tensor]) -> dict[str, Any]:
         """Return this rank's part: one residual of each of its local shards."""

@@ -11,7 +11,8 @@ from paceline.config.world import SyncConfig
 from paceline.reduce.buckets import partition
 from paceline.replica.trained_parameters import TrainedParameters
 
-# (method, bucket size in MiB); of those that are equally fast the first is taken.
+# (method, bucket size in MiB); of those that are equally fast the first is taken. The order is part
+# of a run's state: of sizes that make the same buckets the first is recorded, and resumed with.
 CANDIDATES = {
     "cpu": (
         *(("notified", 16.0), ("allreduce", 8.0), ("notified", 8.0), ("notified", 4.0)),

@@ -101,6 +101,7 @@ def _notified(
         intra_machine=links.intra_machine,
         rows=rows,
         tables=tables,
+        bucket_mb=config.bucket_bytes / 2**20,
     )
     if config.update == "sharded":
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)

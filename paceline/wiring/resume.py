@@ -19,9 +19,11 @@ from typing import Any
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.config.run import OutputConfig
+from paceline.config.world import SyncConfig
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.observe.csv_log import Totals
+from paceline.reduce.rank_state import BUCKET_MB, MISSED
 from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
@@ -40,6 +42,8 @@ from paceline.wiring.search.machine_folders import (
     look_into,
     totals_before,
 )
+
+_EARLIER_MB = 16.0  # bucket size by default of lossy exchanges whose checkpoints don't record it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,19 @@ class Start:
         state = None if self.state is None else self.state.get(exchange_entry(0))
         if state is not None and AVERAGE in state:
             replica.restore_optimizer(state)
+
+    def keep_bucket_size(self, config: SyncConfig, pair: int = 0) -> SyncConfig:
+        """Return options with the checkpoint's bucket size, if none is given and bits depend on it.
+
+        Args:
+            config: the options.
+            pair: the index of its model and optimizer, where there are several.
+        """
+        exchange = (self.state or {}).get(exchange_entry(pair), {})
+        is_open = config.sync == "notified" and config.wire != "fp32" and not config.bucket_mb
+        if not is_open or MISSED not in exchange:
+            return config
+        return replace(config, bucket_mb=exchange.get(BUCKET_MB) or _EARLIER_MB)
 
     def restore_exchange(
         self, replica: Replica | AveragedReplica, pair: int = 0

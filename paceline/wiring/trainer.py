@@ -155,7 +155,8 @@ def build_trainer(
     average = average_from_flags(config.sync.sync, config.average)
     replica: Replica | AveragedReplica
     if average is None:
-        replica = replicate(model, optimizer, run, config.sync, share, setting)
+        sync = start.keep_bucket_size(config.sync)
+        replica = replicate(model, optimizer, run, sync, share, setting)
     else:
         steps_of_run = optim.num_epochs * train.steps
         replica = average_weights(model, optimizer, run, config.sync, average, steps_of_run)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import wiring
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
+from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.wiring.resume import Start
@@ -27,6 +29,7 @@ from tests.harness.equivalence.exchange_state import (
 from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import MakeIntraMachine, in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of, world_of
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
@@ -173,6 +176,43 @@ def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None
         assert exchange is None
         assert "are dropped" in notes[0]
     assert Start(state={"model": {}}).restore_exchange(None) == ()  # type: ignore[arg-type]
+
+
+def test_a_lossy_exchange_resumes_with_the_bucket_size_that_its_checkpoint_records() -> None:
+    def state(c: Communicator, start: Start) -> Any:
+        config = start.keep_bucket_size(SyncConfig(sync="notified", wire="int8"))
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = run_of(c, world_of((1, 1), c.rank))
+        replica = wiring.replicate(model, optimizer, run, config)
+        found = replica.state()
+        c.all_reduce(torch.zeros(1)).wait("the end of all ranks")
+        replica.close()
+        return found
+
+    def recorded(start: Start) -> float:
+        return float(run_ranks(2, lambda c: state(c, start))[0]["bucket_mb"])
+
+    exchange = {"scale": 1.0, "missed": []}
+    assert recorded(Start()) == 8
+    assert recorded(Start(state={"exchange": {**exchange, "bucket_mb": 2.0}})) == 2
+    assert recorded(Start(state={"exchange": exchange})) == 16  # of before it was recorded
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SyncConfig(sync="notified"),
+        SyncConfig(sync="auto", wire="int8"),
+        SyncConfig(sync="notified", wire="int8", bucket_mb=3),
+    ],
+    ids=["exact", "measured", "given"],
+)
+def test_a_recorded_bucket_size_is_for_lossy_exchanges_whose_size_is_not_given(
+    config: SyncConfig,
+) -> None:
+    start = Start(state={"exchange": {"scale": 1.0, "missed": [], "bucket_mb": 2.0}})
+    assert start.keep_bucket_size(config) is config
 
 
 def test_gradients_as_they_are_have_no_state() -> None:

@@ -111,6 +111,22 @@ def test_on_a_fast_link_the_fewest_buckets_are_predicted_to_be_fastest(
     assert few < collectives
 
 
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (100.0, 0.0)])
+def test_the_work_of_buckets_costs_nothing_where_a_step_waits_for_the_link_anyway(
+    seconds: float,
+    share: float,
+    long_model: tuple[TrainedParameters, Profile],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained, profile = long_model
+    steps = []
+    for work in (0.0, 0.01):
+        monkeypatch.setattr(prediction, "_BUCKET_SECONDS", work)
+        one = config("notified", 0.04)  # a parameter a bucket
+        steps.append(predicted_seconds(one, profile, trained, traffic(seconds)))
+    assert (steps[1] - steps[0]) / (100 * 0.01) == pytest.approx(share, abs=0.05)
+
+
 def test_a_lossy_wire_is_predicted_by_its_bytes(
     long_model: tuple[TrainedParameters, Profile],
 ) -> None:

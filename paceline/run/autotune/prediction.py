@@ -5,8 +5,9 @@
     seconds a byte of a sum   ─┘
 
 By puts what is read soonest is sent first, and by collectives what is complete first. What an
-exchange takes of the processor, which computes meanwhile, is added: a time a bucket, and with
-collectives, which copy gradients into buckets and back, a time a byte.
+exchange takes of the processor, which computes meanwhile, makes the computation slower: a time a
+bucket, and with collectives, which copy gradients into buckets and back, a time a byte. It costs
+nothing where the step waits for the link anyway.
 
 The seconds a byte are those of a collective. Between machines, puts send fewer bytes: one copy a
 machine, where a ring has one a rank, and no zeros of embeddings' gradients. On one machine they use
@@ -37,9 +38,9 @@ from paceline.run.autotune.pass_times import Clocks, PassTimes
 from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, seconds_in_order
 from paceline.run.run import Run
 
-# The processor's work, by benchmarks/floor.py --links loopback, a core of an AMD EPYC a rank.
-_BUCKET_SECONDS = 4e-4
-_COPY_SECONDS = 5e-10  # a byte
+# The processor's work, a core of an AMD EPYC a rank.
+_BUCKET_SECONDS = 7e-4  # by benchmarks/buckets.py --links 1gbit --wires int8
+_COPY_SECONDS = 5e-10  # a byte, by benchmarks/floor.py --links loopback
 _BLOCK = 2**16  # values, by which a codec's bytes a value are computed
 
 
@@ -214,8 +215,9 @@ def predicted_seconds(
     buckets = [[indices[p] for p in parameters] for parameters in dense]
     work = _BUCKET_SECONDS * len(buckets)
     if config.sync == "allreduce":
-        work += _COPY_SECONDS * profile.nbytes
-        return seconds_in_order(profile, buckets, traffic.seconds_per_byte) + work
+        profile = profile.beside(work + _COPY_SECONDS * profile.nbytes)
+        return seconds_in_order(profile, buckets, traffic.seconds_per_byte)
+    profile = profile.beside(work)
     times = list(profile.parameters)
     if len(traffic.workers_per_machine) > 1:
         for parameters in dense:
@@ -224,7 +226,7 @@ def predicted_seconds(
                     one, share = times[indices[p]], traffic.sent_share(p, config)
                     times[indices[p]] = replace(one, nbytes=round(one.nbytes * share))
     profile = replace(profile, parameters=tuple(times))
-    return seconds_by_urgency(profile, buckets, traffic.by_puts(config)) + work
+    return seconds_by_urgency(profile, buckets, traffic.by_puts(config))
 
 
 def _is_exchanged(parameter: nn.Parameter, trained: TrainedParameters) -> bool:

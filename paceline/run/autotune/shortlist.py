@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.config.world import SyncConfig
 
-SHORTLIST = 3  # candidates of the trials, where times are predicted
+SHORTLIST = 4  # candidates of the trials, where times are predicted
 MAX_RATIO = 1.15  # of predicted times to the fastest; predictions err by less
 
 

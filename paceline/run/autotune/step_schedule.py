@@ -23,7 +23,7 @@ and all steps are alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 
@@ -69,6 +69,20 @@ class Profile:
     def nbytes(self) -> int:
         """Bytes of all gradients."""
         return sum(p.nbytes for p in self.parameters)
+
+    def beside(self, work: float) -> Profile:
+        """Return the profile of a processor that does so many seconds of other work meanwhile."""
+        factor = 1 + work / self.compute
+        parameters = (
+            replace(p, ready=factor * p.ready, read=factor * p.read) for p in self.parameters
+        )
+        return replace(
+            self,
+            forward=factor * self.forward,
+            backward=factor * self.backward,
+            update=factor * self.update,
+            parameters=tuple(parameters),
+        )
 
 
 Buckets = Sequence[Sequence[int]]
