@@ -200,7 +200,7 @@ class PacelineRun:
             *(sys.executable, "-m", "paceline.cli.main", "train", "--train_data", "null"),
             *("--augment", "none", "--model", model, "--sync", sync),
             *("--image_size", str(size), "--batch_size", str(batch), "--num_labels", str(labels)),
-            *("--num_workers", str(WORKERS), "--run_id", "r", "--decode_threads", "1"),
+            *("--num_workers", str(WORKERS), "--run_id", "r", "--decode_workers", "0"),
             *("--base_learning_rate", "0.01"),
         ]
 

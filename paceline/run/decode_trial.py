@@ -50,7 +50,7 @@ class DecodeTrial:
         self._position = position
         self._present = present
         self._clock = clock
-        self._generation = ""
+        self._begun_in = ""
         self._first = 0
         self._last: float | None = None
         self._seconds: dict[str, list[float]] = {}
@@ -65,8 +65,8 @@ class DecodeTrial:
             self._present.name = self._position.decode_device
             return
         generation = self._run.context.group.generation.token
-        if generation != self._generation:
-            self._generation = generation
+        if generation != self._begun_in:
+            self._begun_in = generation
             self._first = place.number
             self._last = None
             self._seconds = {name: [] for name in _MEASURED}

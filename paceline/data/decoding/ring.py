@@ -99,7 +99,7 @@ class Ring:
         """Take a room for `count` samples.
 
         Raises:
-            DataError: there is no memory for another room.
+            MemoryError: there is no memory for another room.
         """
         for event, offset in list(self._uploading):
             if event.query():
@@ -142,10 +142,7 @@ class Ring:
             os.ftruncate(self.descriptor, self._end + size)
             memory = mmap.mmap(self.descriptor, size, offset=self._end)
         except OSError as error:
-            raise DataError(
-                f"There is no memory for a batch of {size >> 20} MiB ({error.strerror}): use a "
-                "smaller --batch_size."
-            ) from error
+            raise MemoryError(f"a batch tried to allocate {size} bytes") from error
         made = _Memory(memory, self._end, size, registered=self._device.type == "cuda")
         if made.registered:
             _check(torch.cuda.cudart().cudaHostRegister(made.address, size, 0))

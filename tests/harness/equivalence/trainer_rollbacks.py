@@ -57,7 +57,7 @@ FLAGS = (
     *("--db_type", "minidb", "--use_cpu", "--model", f"{__name__}:normed"),
     *("--image_size", "16"),
     *("--augment", "none", "--num_labels", "10", "--num_epochs", str(EPOCHS), "--timeout", "10"),
-    *("--base_learning_rate", "0.05", "--decode_threads", "1", "--warmup_epochs", "0"),
+    *("--base_learning_rate", "0.05", "--decode_workers", "0", "--warmup_epochs", "0"),
 )
 FLOAT32, FLOAT64 = ("--model", f"{__name__}:single"), ("--model", f"{__name__}:double")
 

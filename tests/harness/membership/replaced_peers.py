@@ -56,7 +56,7 @@ _CPU, _HERE = torch.device("cpu"), "127.0.0.1"
 _WORDS = (
     *("--train_data", "null", "--epoch_size", "96", "--image_size", "16", "--augment", "none"),
     *("--num_labels", "10", "--batch_size", "12", "--base_learning_rate", "0.01"),
-    *("--warmup_epochs", "0", "--num_epochs", "1000", "--decode_threads", "1", "--run_id", "run"),
+    *("--warmup_epochs", "0", "--num_epochs", "1000", "--decode_workers", "0", "--run_id", "run"),
     *("--model", "tests.harness.equivalence.trainer_rollbacks:single", "--num_workers", "2"),
 )
 

@@ -31,7 +31,7 @@ _WORDS = (
     *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
     *("--test_epoch_size", "12", "--image_size", "8", "--augment", "none", "--num_labels", "3"),
     *("--base_learning_rate", "0.01", "--warmup_epochs", "0", "--num_epochs", str(EPOCHS)),
-    *("--model", f"{__name__}:held", "--run_id", "r", "--decode_threads", "1"),
+    *("--model", f"{__name__}:held", "--run_id", "r", "--decode_workers", "0"),
 )
 
 

@@ -36,7 +36,7 @@ TASK = (
     *("--train_data", "null", "--test_data", "null", "--epoch_size", str(EPOCH_SIZE)),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
     *("--base_learning_rate", "0.01", "--warmup_epochs", "0", "--seed", "1"),
-    *("--decode_threads", "1"),
+    *("--decode_workers", "0"),
 )
 """Flags of what is trained, besides the batch and the numbers of workers and epochs."""
 
