@@ -90,6 +90,7 @@ ALLOWED = {
     "observe/ledger/reading.py _Start.rank": _READ,
     "observe/ledger/reading.py _Start.world_size": _READ,
     "observe/trace/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
+    "run/decode_trial.py DecodeTrial._begun_in": "the token by which it finds a new generation",
     "run/recovery/recovery.py Successor.group": "decided of the next generation, and then entered",
     "wiring/resume.py Start.generation": "the number that a start's first generation is given",
 }
