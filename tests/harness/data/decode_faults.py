@@ -40,7 +40,7 @@ FLAGS = (
 
 def write_data(folder: Path, records: int) -> None:
     """Write JPEG files that cost their decoder a few milliseconds, so that faults meet it."""
-    files = [file_of(ramp(500, 400, seed=i), "JPEG") for i in range(8)]
+    files = [file_of(ramp(250, 200, seed=i), "JPEG") for i in range(8)]
     (folder / "data").mkdir()
     writer = LmdbWriter(folder / "data")
     for i in range(records):
