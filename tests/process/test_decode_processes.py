@@ -56,6 +56,20 @@ class HangingSource(ListSource):
         raise AssertionError
 
 
+class OnceHangingSource(ListSource):
+    """Hangs the first process that reads record 5, as one read of a failing disk."""
+
+    def __init__(self, records: list[Record], marker: Path) -> None:
+        super().__init__(records)
+        self._marker = marker
+
+    def __getitem__(self, index: int) -> Record:
+        if index == 5 and not self._marker.exists():
+            self._marker.touch()
+            select.select([], [], [])
+        return super().__getitem__(index)
+
+
 def equal(found: list[Any], expected: list[Any]) -> bool:
     return all(
         torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) and a.place == b.place
@@ -162,6 +176,14 @@ def test_a_record_that_kills_three_processes_is_named() -> None:
         pytest.raises(DataError, match=r"3 decode .* decoded record 5; the last one was killed by"),
     ):
         loader.batch(0, 0)
+
+
+def test_a_process_that_hangs_while_others_work_is_replaced(tmp_path: Path) -> None:
+    source = OnceHangingSource(numbered(40), tmp_path / "hung")
+    order = Order(size=40, batch_size=40, shuffle=False)
+    with loader_of(source, 40, order=order, workers=2, stopped_after=0.1) as loader:
+        assert loader.batch(0, 0).labels.tolist() == list(range(40))
+    assert (tmp_path / "hung").exists()
 
 
 def test_a_disk_that_hangs_for_all_is_a_sentence_within_the_limit() -> None:

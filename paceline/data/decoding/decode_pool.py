@@ -35,7 +35,7 @@ from paceline.errors import DataError, many
 _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own cost
 _CHUNKS = 512  # of a room, at most
 _THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
-_LOOK_S = 1.0  # between two looks at workers that may be stopped
+_LOOK_S = 1.0  # between two looks at processes that may be stopped
 _STOPPED_S = 5.0  # that a worker may have one chunk, while others finish theirs
 _DEATHS = 3  # of decode processes at one record, until it is named
 _STARTS = 5  # of a decode process that makes no sample, one after another
@@ -76,7 +76,7 @@ class DecodePool:
         device: device to which batches go.
         limit: number of decode processes for which there are cores.
         note: called with sentences for the user.
-        stopped_after: seconds after which a worker that finishes no chunk is taken for stopped.
+        stopped_after: seconds that one chunk may take, while others are finished.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class DecodePool:
         self._reported.setblocking(False)
         self._thread: threading.Thread | None = None
         self._server: ServerProcess | None = None
+        self._next_look = 0.0
         self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
         self._starts: Counter[int] = Counter()  # by worker, since it made a sample
         self._made: dict[int, int] = {}  # samples of each worker when it was last started
@@ -147,20 +148,15 @@ class DecodePool:
         Raises:
             DataError: decode processes die again and again.
         """
-        waited = [work for work in works if not self._queue.is_complete(work.slots)]
-        now = time.monotonic()
-        deadline = now + timeout
-        look = now + _LOOK_S
-        self._attend()
+        waited = list(works)
+        deadline = time.monotonic() + timeout
+        self._attend(waited)
         while waited := [work for work in waited if not self._queue.is_complete(work.slots)]:
-            now = time.monotonic()
-            if now >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return False
-            if now >= look:
-                self._kill_stopped(waited)
-                look = now + _LOOK_S
-            self._await_event(min(look, deadline) - now)
-            self._attend()
+            self._await_event(min(_LOOK_S, left))
+            self._attend(waited)
         self._receive_reports()  # sent before the chunks were finished
         return True
 
@@ -270,11 +266,15 @@ class DecodePool:
         with suppress(BlockingIOError):
             os.eventfd_read(complete)
 
-    def _attend(self) -> None:
-        """Receive reports, and replace processes that have ended."""
+    def _attend(self, waited: Sequence[Work]) -> None:
+        """Receive reports, and replace processes that have ended or are stopped."""
         self._receive_reports()
         if self._server is None:
             return
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._kill_stopped(self._server, waited)
         ended = self._server.ended()
         if not self._server.alive:
             self._server.socket.close()
@@ -327,23 +327,22 @@ class DecodePool:
                 "too much memory, or the decoder fails: remove this record from the database."
             )
 
-    def _kill_stopped(self, works: Sequence[Work]) -> None:
-        """Kill the processes that hold up samples because they are stopped."""
-        if self._server is None:
+    def _kill_stopped(self, server: ServerProcess, waited: Sequence[Work]) -> None:
+        """Kill processes that a signal has stopped, or that hold up samples while others work."""
+        if _is_stopped(server.pid):
+            server.kill()  # it reports no end, and starts nothing
             return
-        if _is_stopped(self._server.pid):
-            self._server.kill()  # it reports no end, and starts nothing
-            return
-        for work in works:
-            for worker, others_work in self._queue.overdue(work.slots, self._stopped_after):
-                process = self._server.processes.get(worker)
-                if process is not None and (others_work or _is_stopped(process)):
-                    self._note(
-                        f"Decode process {worker} (pid {process}) has made nothing for "
-                        f"{self._stopped_after:g} s, and is killed."
-                    )
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
+        late = {
+            worker
+            for work in waited
+            for worker, others_work in self._queue.overdue(work.slots, self._stopped_after)
+            if others_work
+        }
+        for worker, process in server.processes.items():
+            if worker in late or _is_stopped(process):
+                self._note(f"Decode process {worker} (pid {process}) makes nothing, and is killed.")
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     def _reuse_dropped(self) -> None:
         for work in list(self._dropped):
