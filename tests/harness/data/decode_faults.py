@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,7 @@ from tests.harness.processes.run_folders import events
 RECORDS = 20_000
 COMMAND = (sys.executable, "-m", "paceline.cli.main")
 FLAGS = (
-    *("train", "--train_data", "data", "--model", "resnet20", "--image_size", "32"),
+    *("train", "--train_data", "data", "--model", "resnet20", "--image_size", "64"),
     *("--augment", "pad", "--num_labels", "10", "--batch_size", "32", "--num_epochs", "1"),
     *("--num_workers", "1", "--decode_workers", "3", "--use_cpu"),
 )
@@ -97,8 +98,9 @@ def faults(kills: int, stops: int, seed: int, records: int = RECORDS) -> str:
             if victim.pid == os.getpid():
                 break  # the run has ended
             time.sleep(chance.uniform(0, 0.2))
-            victim.send_signal(number)
-            done += 1
+            with suppress(psutil.NoSuchProcess):
+                victim.send_signal(number)
+                done += 1
             if number == signal.SIGSTOP:
                 until(lambda victim=victim: not victim.is_running(), 30)  # type: ignore[misc]
         status = disturbed.wait()
