@@ -18,6 +18,7 @@ from paceline.run.run import Run
 from paceline.run.worker_speeds import WorkerSpeeds
 
 _AHEAD = 2  # batches
+_SHORTEST_S = 5.0  # of an epoch; a shorter one waits for its first batches, and says little
 _NAMED = 0.05  # share of the time that steps waited for batches, above which a note names it
 
 
@@ -76,7 +77,8 @@ class Batches:
     def end_epoch(self, seconds: float) -> float:
         """Return the share of an epoch's time for which this rank's steps waited for batches.
 
-        Where it is above 5%, a note names what shortens the waits.
+        Where it is above 5% of an epoch of five seconds or more, a note names what shortens the
+        waits.
 
         Args:
             seconds: the time that the epoch's steps have taken.
@@ -84,7 +86,7 @@ class Batches:
         share = self._waited / seconds
         self._waited = 0.0
         remedy = self.decoding.remedy()
-        if share > _NAMED:
+        if share > _NAMED and seconds >= _SHORTEST_S:
             rank, _ = self.run.rank_and_size()
             text = f"Rank {rank} waited for images {share:.0%} of the epoch's time: {remedy}"
             self.run.recorder.event("note", text=text)

@@ -20,6 +20,7 @@ from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average_server import refuse_server
 from paceline.wiring.connections import refuse_shared_gpu
+from paceline.wiring.decoding import no_gpu
 from paceline.wiring.exchange import check_shares, refuse_gpu
 from paceline.wiring.model import refuse_emulation
 from paceline.wiring.resume import check_order, check_origin
@@ -35,8 +36,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, shares by speed for
             one worker, an emulated dtype, no compiler for --compile, no NIXL for --transport, no
-            package for --tracker, an exchange that GPUs don't have, or a checkpoint of other data
-            or batches.
+            package for --tracker, an exchange that GPUs don't have, no GPU to decode on, or a
+            checkpoint of other data or batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.
@@ -70,6 +71,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         require_nixl()
     if on_cpu:  # a GPU is checked by its worker: a check makes its context
         refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
+    if config.data.decode_device == "cuda" and on_cpu:
+        raise no_gpu("cuda")
     if config.model.compile and on_cpu:
         check_compiler()
     run = Path(config.output.output_dir, world.run_id)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.comm.communicator import total
 from paceline.config.data import MAX_DECODE_WORKERS
 from paceline.config.train import TrainConfig
 from paceline.data.batch_maker import BatchMaker, DecodeDevice, SwitchedBatches
@@ -53,7 +54,7 @@ class Decoding:
         given = config.data.decode_device
         self.tries = given == "auto" and not chosen
         self._gpu = "cuda" in (given, chosen) or self.tries
-        if self._gpu and not self._can_use_gpu(given, chosen):
+        if self._gpu and not self._all_can_use_gpu(given, chosen):
             self._gpu = False
             self.tries = False
             chosen = "cpu"
@@ -136,16 +137,23 @@ class Decoding:
         cuda = DeviceBatches(GpuBatchDecoder(maker, **pixels, jpeg=jpeg), self._thread)
         return SwitchedBatches(self.present, cpu, cuda)
 
+    def _all_can_use_gpu(self, given: str, chosen: str) -> bool:
+        """Return whether the GPUs of all ranks can decode; collective with `auto`."""
+        can = self._can_use_gpu(given, chosen)
+        if given != "auto":
+            return can
+        count = torch.tensor([can], dtype=torch.float64)
+        context = self._run.context
+        return (
+            total(context.communicator, count, "the number of GPUs that can decode").item()
+            == context.group.size
+        )
+
     def _can_use_gpu(self, given: str, chosen: str) -> bool:
         """Return whether the GPU can decode; raise, or note, that it can't."""
         try:
             if self._device.type != "cuda":
-                raise ConfigError(
-                    flag="decode_device",
-                    value=given,
-                    rule="this worker trains on a CPU",
-                    remedy=Message("leave out {--decode_device}"),
-                )
+                raise no_gpu(given)
             require_gpu_decoding()
         except ConfigError as error:
             if given == "cuda":
@@ -155,3 +163,13 @@ class Decoding:
             self._run.recorder.event("note", text=text)
             return False
         return True
+
+
+def no_gpu(given: str) -> ConfigError:
+    """Return the error of a `--decode_device` that needs the GPU of a worker that has none."""
+    return ConfigError(
+        flag="decode_device",
+        value=given,
+        rule="a GPU decodes only for the training on it, and this worker trains on a CPU",
+        remedy=Message("leave out {--decode_device}"),
+    )

@@ -65,6 +65,15 @@ def rates(trainer: Trainer) -> list[float]:
     return [factor.base_lrs[0] * factor.lr_lambdas[0](step) for step in range(16)]
 
 
+def test_a_gpu_that_is_to_decode_must_be_there(tmp_path: Path) -> None:
+    refused = "--decode_device cuda: a GPU decodes only for the training on it, and this worker"
+    with pytest.raises(ConfigError, match=refused):
+        build.check(config_of("--decode_device", "cuda", "--use_cpu"), gpus=2)
+    with pytest.raises(ConfigError, match=refused):
+        trainer_of(tmp_path, "--decode_device", "cuda")
+    assert trainer_of(tmp_path, "--decode_device", "auto").train.trial is None
+
+
 def test_the_loader_has_the_data_that_the_flags_name(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     assert (trainer.train.steps, trainer.train.samples) == (4, 64)
