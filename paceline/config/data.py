@@ -93,7 +93,7 @@ class DataConfig:
                 f"no room for a crop; use --scale {round(self.image_size * 256 / 224)}."
             )
         within("color_jitter", self.color_jitter, 0, 1)
-        within("decode_threads", self.decode_threads, 0, MAX_DECODE_WORKERS)
+        within("decode_threads", self.decode_threads, 0, MAX_DECODE_WORKERS + 1)
         if self.decode_workers is not None:
             self._check_decode_workers(self.decode_workers)
         self._check_normalisation()
@@ -104,7 +104,7 @@ class DataConfig:
         return self.decode_threads or None if self.decode_workers is None else self.decode_workers
 
     def _check_decode_workers(self, workers: int) -> None:
-        within("decode_workers", workers, 0, MAX_DECODE_WORKERS)
+        within("decode_workers", workers, 0, MAX_DECODE_WORKERS + 1)
         if self.decode_threads not in (0, workers):
             raise ConfigError(
                 f"--decode_threads {self.decode_threads} and --decode_workers {workers} name one "

@@ -129,6 +129,9 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--image_mean_per_channel", "1", "2"], "has 2 values"),
         (["--learning_rate", "1"], "--base_learning_rate"),
         (["--dtype", "double"], "float16"),
+        (["--decode_workers", "256"], "--decode_workers 256: must be from 0 to 255"),
+        (["--decode_threads", "-1"], "--decode_threads -1: must be from 0 to 255"),
+        (["--decode_workers", "0", "--decode_threads", "2"], "but differ: give --decode_workers"),
     ],
 )
 def test_a_mistake_ends_with_status_2_and_says_what_is_wrong(
@@ -150,6 +153,25 @@ def test_an_empty_value_is_a_value() -> None:
     config = config_of("--train_data", "null", "--test_data", "", "--use_cpu")
     assert config.data.test_data == ""
     assert config.world.use_cpu
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        ((), None),
+        (("--decode_workers", "0"), 0),
+        (("--decode_workers", "3"), 3),
+        (("--decode_threads", "3"), 3),
+        (("--decode_threads", "0"), None),
+        (("--decode_threads", "3", "--decode_workers", "3"), 3),
+    ],
+)
+def test_both_names_of_the_number_of_decode_processes_mean_the_same(
+    words: tuple[str, ...], workers: int | None
+) -> None:
+    config = config_of("--train_data", "null", *words)
+    assert config.data.fixed_decode_workers == workers
+    assert config.identity() == config_of("--train_data", "null").identity()
 
 
 def test_help_has_groups_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
