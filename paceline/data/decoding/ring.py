@@ -24,7 +24,7 @@ from paceline.data.source import Pixels
 from paceline.errors import DataError
 
 _PAGE = mmap.PAGESIZE
-_MAPPED = 16  # rooms that a decode process keeps mapped
+_MAPPED = 8  # rooms that a decode process keeps mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +168,18 @@ class MappedRooms:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._rooms: dict[tuple[int, int, SampleShape], Room] = {}
+        self._maps: dict[int, mmap.mmap] = {}  # by offset; each holds a descriptor
 
     def room(self, offset: int, count: int, shape: SampleShape) -> Room:
-        """Map a room of `count` samples at an offset."""
-        key = (offset, count, shape)
-        if key not in self._rooms:
-            if len(self._rooms) == _MAPPED:
-                del self._rooms[next(iter(self._rooms))]
-            memory = mmap.mmap(self._descriptor, shape.room_bytes(count), offset=offset)
-            self._rooms[key] = Room(memory, offset, count, shape)
-        return self._rooms[key]
+        """Return the room of `count` samples at an offset."""
+        size = shape.room_bytes(count)
+        memory = self._maps.pop(offset, None)
+        if memory is None or len(memory) < size:
+            memory = mmap.mmap(self._descriptor, size, offset=offset)
+        self._maps[offset] = memory  # last: the first is the one that was used least recently
+        if len(self._maps) > _MAPPED:
+            del self._maps[next(iter(self._maps))]
+        return Room(memory, offset, count, shape)
 
 
 def _check(status: Any) -> None:
