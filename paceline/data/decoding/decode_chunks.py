@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
-from paceline.data.decoding.ring import MappedRooms, SampleShape
+from paceline.data.decoding.ring import MappedRooms, Ring, SampleShape
 from paceline.data.sample_maker import SampleMaker
 from paceline.errors import DataError
 
@@ -48,7 +48,7 @@ class BadRecord:
 def decode_chunks(
     worker: int,
     queue: ChunkQueue,
-    rooms: MappedRooms,
+    rooms: Ring | MappedRooms,
     reports: socket.socket,
     makers: Sequence[SampleMaker],
 ) -> None:
@@ -97,7 +97,7 @@ class RunnableClock:
 
 
 def _make(
-    worker: int, queue: ChunkQueue, rooms: MappedRooms, chunk: Chunk, maker: SampleMaker
+    worker: int, queue: ChunkQueue, rooms: Ring | MappedRooms, chunk: Chunk, maker: SampleMaker
 ) -> list[BadRecord]:
     """Make a chunk's samples; return the reports of bad records."""
     shape = SampleShape(maker.transform.image_size, maker.transform.channels)

@@ -25,7 +25,7 @@ import torch
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
 from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
-from paceline.data.decoding.ring import MappedRooms, Ring, Room, SampleShape
+from paceline.data.decoding.ring import Ring, Room, SampleShape
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.order import Indices
@@ -130,7 +130,7 @@ class DecodePool:
         self._reuse_dropped()
         transform = self._makers[maker].transform
         count = len(records)
-        room = self._ring.room(count, SampleShape(transform.image_size, transform.channels))
+        room = self._ring.take(count, SampleShape(transform.image_size, transform.channels))
         room.records[:] = records
         self._serial += 1
         size = max(_CHUNK, -(-count // _CHUNKS))
@@ -225,10 +225,9 @@ class DecodePool:
         if self.workers:
             self._grow(self.workers)
             return
-        rooms = MappedRooms(self._ring.descriptor)
         self._thread = threading.Thread(
             target=decode_chunks,
-            args=(_THREAD, self._queue, rooms, self._reports, self._makers),
+            args=(_THREAD, self._queue, self._ring, self._reports, self._makers),
             name="paceline-decode",
             daemon=True,
         )

@@ -24,6 +24,7 @@ from paceline.data.source import Pixels
 from paceline.errors import DataError
 
 _PAGE = mmap.PAGESIZE
+_FREE = 2  # rooms that wait for the next batches; more are left over from a jump or an evaluation
 _MAPPED = 8  # rooms that a decode process keeps mapped
 
 
@@ -95,7 +96,7 @@ class Ring:
         self._used: dict[int, _Memory] = {}  # by offset
         self._uploading: list[tuple[Any, int]] = []  # (event of the copy to the device, offset)
 
-    def room(self, count: int, shape: SampleShape) -> Room:
+    def take(self, count: int, shape: SampleShape) -> Room:
         """Take a room for `count` samples.
 
         Raises:
@@ -104,17 +105,21 @@ class Ring:
         for event, offset in list(self._uploading):
             if event.query():
                 self._uploading.remove((event, offset))
-                self._free.append(self._used.pop(offset))
+                self._add_free(self._used.pop(offset))
         size = shape.room_bytes(count)
         fitting = [memory for memory in self._free if memory.size >= size]
         if fitting:
             memory = min(fitting, key=lambda each: each.size)
             self._free.remove(memory)
         else:
-            self._release_free()
+            self._release_free(keep=0)
             memory = self._new(size)
         self._used[memory.offset] = memory
         return Room(memory.map, memory.offset, count, shape)
+
+    def room(self, offset: int, count: int, shape: SampleShape) -> Room:
+        """Return a room that is taken, by its offset, for a thread that fills it."""
+        return Room(self._used[offset].map, offset, count, shape)
 
     def free(self, room: Room, copied: Any = None) -> None:
         """Give a room back.
@@ -124,7 +129,7 @@ class Ring:
             copied: the event after which the device has read it; None: nothing reads it.
         """
         if copied is None:
-            self._free.append(self._used.pop(room.offset))
+            self._add_free(self._used.pop(room.offset))
         else:
             self._uploading.append((copied, room.offset))
 
@@ -134,7 +139,7 @@ class Ring:
             event.synchronize()
         self._free += self._used.values()
         self._used.clear()
-        self._release_free()
+        self._release_free(keep=0)
         os.close(self.descriptor)
 
     def _new(self, size: int) -> _Memory:
@@ -149,14 +154,19 @@ class Ring:
         self._end += size
         return made
 
-    def _release_free(self) -> None:
-        """Give the memory of the free rooms back to the system."""
-        for memory in self._free:
+    def _add_free(self, memory: _Memory) -> None:
+        self._free.append(memory)
+        self._release_free(keep=_FREE)
+
+    def _release_free(self, *, keep: int) -> None:
+        """Give the memory of free rooms back to the system, but of the newest few."""
+        released = self._free[: len(self._free) - keep] if keep else list(self._free)
+        for memory in released:
+            self._free.remove(memory)
             if memory.registered:
                 _check(torch.cuda.cudart().cudaHostUnregister(memory.address))
             # Arrays may still refer to the mapping, which ends with the last of them.
             memory.map.madvise(mmap.MADV_REMOVE)
-        self._free.clear()
 
 
 class MappedRooms:
