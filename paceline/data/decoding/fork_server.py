@@ -80,6 +80,7 @@ def main(requests: int, setup: int) -> None:
 
 def serve(requests: socket.socket, setup: ServerSetup) -> None:
     """Fork a decode process for each request, and report each that ends."""
+    server = os.getpid()
     workers: dict[int, tuple[int, int]] = {}  # by pidfd: worker, process id
     poll = select.poll()
     poll.register(requests, select.POLLIN)
@@ -98,19 +99,19 @@ def serve(requests: socket.socket, setup: ServerSetup) -> None:
             worker = json.loads(packet)["start"]
             process = os.fork()
             if process == 0:
-                _child(worker, setup, requests, [*workers])
+                _child(worker, server, setup, requests, [*workers])
             pidfd = os.pidfd_open(process)
             poll.register(pidfd, select.POLLIN)
             workers[pidfd] = (worker, process)
-            _send(requests, worker=worker, process=process)
 
 
 def _child(worker: int, setup: ServerSetup, requests: socket.socket, others: Sequence[int]) -> None:
     """Be a decode process; doesn't return."""
     status = 1
     try:
-        server = os.getppid()
         _end_with_parent(server)
+        # Reported by itself: a process that is known ends with its parent.
+        _send(requests, worker=worker, process=os.getpid())
         requests.close()
         for pidfd in others:
             os.close(pidfd)
