@@ -105,7 +105,9 @@ def serve(requests: socket.socket, setup: ServerSetup) -> None:
             workers[pidfd] = (worker, process)
 
 
-def _child(worker: int, setup: ServerSetup, requests: socket.socket, others: Sequence[int]) -> None:
+def _child(
+    worker: int, server: int, setup: ServerSetup, requests: socket.socket, others: Sequence[int]
+) -> None:
     """Be a decode process; doesn't return."""
     status = 1
     try:
