@@ -194,9 +194,10 @@ def test_a_forward_of_the_whole_model_waits_layer_by_layer(model: nn.Module) -> 
         bench.step(2)
         return updated
 
-    first, *others = run_ranks(2, train)[0]
-    assert first
-    assert not all(others)
+    runs = [run_ranks(2, train)[0] for _ in range(5)]
+    assert all(first for first, *_ in runs)
+    # A layer's wait installs what has arrived, which may be everything in one of the runs.
+    assert not all(all(others) for _, *others in runs)
 
 
 def test_a_use_inside_a_transform_installs_running_statistics_outside_of_it() -> None:
