@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from paceline.data.decoding.chunk_queue import ChunkQueue
 from paceline.data.decoding.fork_server import BOOT, ServerSetup
 from paceline.data.sample_maker import SampleMaker
+from paceline.errors import DataError
 
 _END_S = 1.0  # within which decode processes end by themselves
+_KILLED_S = 10.0  # within which the kernel ends a killed process, unless a disk hangs
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,11 @@ class ServerProcess:
             self.socket.send(json.dumps({"start": worker}).encode())
 
     def ended(self) -> list[Ended]:
-        """Receive the server's events; return the workers whose processes have ended."""
+        """Receive the server's events; return the workers whose processes have ended.
+
+        Raises:
+            DataError: a killed process doesn't end.
+        """
         found: list[Ended] = []
         while select.select([self.socket], [], [], 0)[0]:
             try:
@@ -128,8 +134,9 @@ class ServerProcess:
         """End the server and its decode processes; those in the middle of a read are killed."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        while self.processes and poll.poll(1000 * _END_S):
-            self.ended()
+        with suppress(DataError):  # a read that hangs is left behind
+            while self.processes and poll.poll(1000 * _END_S):
+                self.ended()
         self.socket.close()
         try:
             self._server.wait(_END_S)
@@ -145,8 +152,14 @@ class ServerProcess:
         for worker, process in self.processes.items():
             with suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(process)
-                select.select([pidfd], [], [])
+                gone, _, _ = select.select([pidfd], [], [], _KILLED_S)
                 os.close(pidfd)
+                if not gone:  # its memory isn't given to others: it may still write there
+                    raise DataError(
+                        f"Decode process {worker} (pid {process}) was killed and hasn't ended "
+                        f"within {_KILLED_S:g} s: its read of the database hangs; repair the disk "
+                        "or network, and start the same command again to resume."
+                    )
             ended.append(Ended(worker, process, None))
         ended += [Ended(worker, 0, None) for worker in self._requested]
         self.processes.clear()
