@@ -10,10 +10,13 @@ import threading
 import time
 from contextlib import suppress
 
+from paceline.errors import DataError
+
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
 _RETRY_S = 0.0005
 # No holder needs a millisecond: one that has the lock after a second is stopped (SIGSTOP).
 _LONGEST_S = 1.0
+_LIMIT_S = 10.0  # after which not even killing it has helped
 
 
 class ProcessLock:
@@ -40,8 +43,15 @@ class ProcessLock:
             return
         begun = time.monotonic()
         while not self._locked():
-            if time.monotonic() - begun > _LONGEST_S:
+            waited = time.monotonic() - begun
+            if waited > _LONGEST_S:
                 self._kill_holder()
+            if waited > _LIMIT_S:
+                self._threads.release()
+                raise DataError(
+                    f"A decode process that was killed has kept the queue of images for "
+                    f"{_LIMIT_S:g} s; start the same command again to resume."
+                )
             time.sleep(_RETRY_S)
 
     def __exit__(self, *error: object) -> None:
