@@ -22,7 +22,7 @@ from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
 from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder
-from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
+from paceline.data.gpu_decode.device_batches import DecodeThreads, DeviceBatches
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.image.augment import Transform
@@ -366,7 +366,7 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
     transform = Transform(augment="caffe2", image_size=8, scale=10, seed=3)
     order = Order(size=24, batch_size=8, shuffle=False)
     shares = [(5, 3), (8, 0), (3, 5), (0, 8), (4, 4)]
-    pool, thread, present = DecodePool(0, CPU), DecodeThread(), DecodeDevice("cpu")
+    pool, thread, present = DecodePool(0, CPU), DecodeThreads(), DecodeDevice("cpu")
     try:
         cpu = host_batches(pool, source, transform, mean=MEAN, std=STD)
         maker = SampleMaker(

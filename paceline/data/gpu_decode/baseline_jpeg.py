@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 
 from paceline.data.image.formats import MAX_PIXELS
+from paceline.data.image.jpeg import jpeg_segments
 
 _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
 _BASELINE = 0xC0
@@ -22,17 +23,17 @@ def baseline_size(data: bytes) -> tuple[int, int] | None:
     """Read (width, height) of a file that a GPU decodes; None for any other."""
     if not (data.startswith(_BEGIN) and data.endswith(_END)):
         return None
-    at = len(_BEGIN)
-    while at + 4 <= len(data):
-        mark, kind, length = struct.unpack_from(">BBH", data, at)
-        body = data[at + 4 : at + 2 + length]
-        if mark == 0xFF and kind == _BASELINE:
-            return _frame_size(body)
+    for kind, begin, end in jpeg_segments(data):
+        if kind == _BASELINE:
+            return _frame_size(data[begin:end])
         # Adobe's transform 0: the colours are RGB or CMYK as they are.
-        other_colors = kind == _ADOBE and body[:5] == b"Adobe" and body[11:12] == b"\0"
-        if mark != 0xFF or kind not in _HARMLESS or other_colors:
+        other_colors = (
+            kind == _ADOBE
+            and data.startswith(b"Adobe", begin)
+            and data[begin + 11 : end].startswith(b"\0")
+        )
+        if kind not in _HARMLESS or other_colors:
             return None
-        at += 2 + length
     return None
 
 

@@ -11,6 +11,8 @@ end, which libjpeg-turbo reports.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ from paceline.data.sample_maker import SampleMaker
 from paceline.errors import DataError
 
 _PORTION = 2**30  # bytes of decoded pixels at a time: a batch of large photographs has ten times it
+_LAUNCHES = 1  # whose kernels may still read their pixels while nvJPEG decodes the next ones
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class _File:
 
 
 class GpuBatchDecoder:
-    """Decoder of whole batches on a device, used by one thread.
+    """Decoder of whole batches on a device, used by one thread or by several.
 
     Args:
         maker: the sample maker, for what the decoder doesn't take.
@@ -100,14 +103,17 @@ class GpuBatchDecoder:
         self._device = device
         self._jpeg = jpeg
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Ahead of the training step's kernels, which leave little room on the device.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._decoding = threading.Lock()
+        self._read_by_kernels: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
         scale = 1 / np.broadcast_to(np.asarray(std, np.float64), maker.fill.shape)
         constants = torch.from_numpy(np.stack([scale, -np.asarray(mean) * scale, maker.fill]))
         with torch.cuda.stream(self._stream):  # no stream, no effect
             self._constants = constants.to(device, torch.float32)
 
     def make(self, epoch: int, records: Indices) -> GpuBatch:
-        """Make a batch; the thread waits for nvJPEG, and for the kernels of the batch before.
+        """Make a batch; the thread waits for nvJPEG, and for the kernels of an earlier batch.
 
         Args:
             epoch: decides with the records' numbers what is random.
@@ -118,13 +124,13 @@ class GpuBatchDecoder:
         labels = self._host_zeros(len(records), dtype=torch.int64)
         numbers = self._maker.numbers(epoch, records)
         files, others = self._read(records, numbers, labels)
-        with torch.cuda.stream(self._stream):
+        with self._decoding, torch.cuda.stream(self._stream):
             shape = len(records), transform.channels, side, side
             images = torch.empty(shape, device=self._device, memory_format=self._format)
             decoded: list[tuple[Tensor, list[int]]] = []  # pixels and their plans
             for portion in _portions(files, transform.channels):
                 self._launch(decoded, images)
-                decoded = []  # frees the pixels of the portion before
+                decoded = []
                 for file, pixels in zip(portion, self._decode(portion), strict=True):
                     if pixels is None:
                         others.append(file.place)
@@ -171,6 +177,7 @@ class GpuBatchDecoder:
 
     def _decode(self, files: Sequence[_File]) -> list[Tensor | None]:
         """Decode files; None for those that the decoder refuses."""
+        self._free_pixels()
         try:
             decoded = self._jpeg.decode([file.data for file in files])
         except RuntimeError:  # of one of them, which isn't named: halve until it stands alone
@@ -180,6 +187,17 @@ class GpuBatchDecoder:
             return self._decode(files[:half]) + self._decode(files[half:])
         pairs = zip(files, decoded, strict=True)
         return [pixels if pixels.shape[1:] == file.shape else None for file, pixels in pairs]
+
+    def _free_pixels(self) -> None:
+        """Free the pixels of earlier launches but the last one's, once the kernels have read them.
+
+        nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and
+        doesn't wait for a kernel that may still read there.
+        """
+        while len(self._read_by_kernels) > _LAUNCHES:
+            read, _ = self._read_by_kernels[0]
+            read.synchronize()
+            self._read_by_kernels.popleft()
 
     def _by_cpu(
         self,
@@ -207,13 +225,17 @@ class GpuBatchDecoder:
         return [(pixels, plan_of(place, pixels, 1, whole)) for place, pixels in pairs]
 
     def _launch(self, decoded: Sequence[tuple[Tensor, list[int]]], images: Tensor) -> None:
-        """Let the kernel make samples; their pixels may be freed afterwards, on this stream."""
+        """Let the kernel make samples; their pixels are kept until it has read them."""
         if decoded:
             rows = [plan for _, plan in decoded]
             pinned = self._stream is not None
             plans = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
             plans = plans.to(self._device, non_blocking=True)
             self._make_samples(plans, self._constants, images)
+            if self._stream is not None:
+                read = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+                read.record(self._stream)
+                self._read_by_kernels.append((read, [pixels for pixels, _ in decoded]))
 
     def _host_zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory from which copies to the device don't wait."""

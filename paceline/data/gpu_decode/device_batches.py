@@ -1,4 +1,4 @@
-"""Batches that the GPU decodes, begun ahead in one thread."""
+"""Batches that the GPU decodes, begun ahead in two threads: one reads while nvJPEG decodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from paceline.data.order import Indices
 from paceline.data.upload import Uploaded
 from paceline.errors import DataError
 
+_THREADS = 2
 _CLOSE_S = 2.0  # Ctrl-C must end a run within five
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceMaking:
-    """Samples that the thread makes; see `Making`."""
+    """Samples that a thread makes; see `Making`."""
 
     serial: int
     records: Indices
@@ -33,22 +34,22 @@ class DeviceMaking:
         return self.batch.result().bad
 
 
-class DecodeThread:
-    """Thread in which a run's batches are decoded, of training and evaluation."""
+class DecodeThreads:
+    """Threads in which a run's batches are decoded, of training and evaluation."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-gpu-decode")
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="paceline-gpu-decode")
         self._running: set[Future[GpuBatch]] = set()
 
     def begin(self, decoder: GpuBatchDecoder, epoch: int, records: Indices) -> Future[GpuBatch]:
-        """Begin a batch after those begun before."""
+        """Begin a batch once a thread is free."""
         batch = self._executor.submit(decoder.make, epoch, records)
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
         return batch
 
     def close(self) -> None:
-        """End the thread; a read that hangs is abandoned after two seconds."""
+        """End the threads; a read that hangs is abandoned after two seconds."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         wait(list(self._running), timeout=_CLOSE_S)
 
@@ -58,23 +59,23 @@ class DeviceBatches:
 
     Args:
         decoder: the decoder.
-        thread: the thread in which it is used.
+        threads: the threads in which it is used.
     """
 
     # Below those of the decode pool, with which they may share a loader.
     _serials: ClassVar[count[int]] = count(-1, -1)
 
-    def __init__(self, decoder: GpuBatchDecoder, thread: DecodeThread) -> None:
+    def __init__(self, decoder: GpuBatchDecoder, threads: DecodeThreads) -> None:
         self._decoder = decoder
-        self._thread = thread
+        self._threads = threads
 
     def begin(self, epoch: int, records: Indices) -> DeviceMaking:
         """Begin to make samples."""
-        batch = self._thread.begin(self._decoder, epoch, records)
+        batch = self._threads.begin(self._decoder, epoch, records)
         return DeviceMaking(next(self._serials), records, batch)
 
     def wait(self, makings: Sequence[DeviceMaking], timeout: float) -> bool:
-        """Wait until the thread has begun all of a batch's work on the device."""
+        """Wait until threads have begun all of a batch's work on the device."""
         _, waiting = wait([making.batch for making in makings], timeout)
         return not waiting
 
@@ -97,4 +98,4 @@ class DeviceBatches:
         making.batch.cancel()
 
     def taken(self, samples: int, waited: float) -> None:
-        """Measure nothing: there is one thread."""
+        """Measure nothing: the number of threads is fixed."""

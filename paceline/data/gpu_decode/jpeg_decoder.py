@@ -18,7 +18,8 @@ class JpegDecoder(Protocol):
 
         Returns:
             An image for each: uint8, shape (channels, height, width), on the device, ready for the
-            current stream; an EXIF orientation isn't applied.
+            current stream; an EXIF orientation isn't applied. Its memory may be reused at once
+            when it is freed: not before the device has read it.
 
         Raises:
             RuntimeError: one of them can't be decoded.
@@ -35,11 +36,6 @@ class TorchvisionDecoder:
         self._device = device
 
     def decode(self, files: Sequence[bytes]) -> list[Tensor]:
-        # nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and
-        # doesn't wait for the kernel that may still read there. Blocking: the thread sleeps.
-        read = torch.cuda.Event(blocking=True)
-        read.record(torch.cuda.current_stream(self._device))
-        read.synchronize()
         encoded = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
         images: list[Tensor] = self._io.decode_jpeg(encoded, mode=self._mode, device=self._device)
         return images

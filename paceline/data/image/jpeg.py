@@ -7,6 +7,9 @@ sets that everybody uses have such files.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+
 import numpy as np
 import simplejpeg
 from PIL import ExifTags
@@ -14,7 +17,11 @@ from PIL import ExifTags
 from paceline.data.image.formats import MAGIC_OF_JPEG, open_image
 from paceline.data.source import Pixels
 
-_HEADERS = 1 << 16  # bytes, at a file's beginning, where EXIF data stand
+START_OF_SCAN = 0xDA  # kind of the segment that the coded pixels follow
+_APPLICATION_1 = 0xE1
+_BEGIN, _MARK, _EXIF = b"\xff\xd8", 0xFF, b"Exif\0\0"
+_SEGMENT = struct.Struct(">BBH")  # mark, kind, length with its own two bytes
+_HEADERS = 1 << 16  # bytes, at the beginning of an odd file, in which EXIF data are looked for
 _HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFIF revision")
 
 
@@ -29,15 +36,41 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     return None if colorspace in ("CMYK", "YCCK") else (width, height)
 
 
+def jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield a file's segments up to the coded pixels: kind, begin and end of the content.
+
+    What isn't a segment is the end too, so that the last one is `START_OF_SCAN` or the file is odd.
+    """
+    at = len(_BEGIN)
+    while at + _SEGMENT.size <= len(data):
+        mark, kind, length = _SEGMENT.unpack_from(data, at)
+        if mark != _MARK:
+            return
+        end = at + 2 + length
+        yield kind, at + _SEGMENT.size, end
+        if kind == START_OF_SCAN:
+            return
+        at = end
+
+
 def jpeg_orientation(data: bytes) -> int:
     """Read EXIF's orientation, 1 (upright) to 8; damaged EXIF data and other values are 1."""
-    if data.find(b"Exif\0\0", 0, _HEADERS) < 0:
+    if not _has_exif(data):
         return 1
     try:
         value = int(open_image(data).getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow raises a dozen kinds over damage
         return 1
     return value if value in range(1, 9) else 1
+
+
+def _has_exif(data: bytes) -> bool:
+    """Return whether there are EXIF data; a search in the whole of a file would take longer."""
+    kind = 0
+    for kind, begin, _ in jpeg_segments(data):
+        if kind == _APPLICATION_1 and data.startswith(_EXIF, begin):
+            return True
+    return kind != START_OF_SCAN and data.find(_EXIF, 0, _HEADERS) >= 0
 
 
 def jpeg_pixels(
