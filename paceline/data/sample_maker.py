@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from paceline.data.image.augment import Transform
 from paceline.data.image.decode import decode
@@ -28,12 +29,20 @@ class SampleMaker:
             (channels,).
         num_labels: number of classes: labels must be 0 to num_labels - 1; None: labels are not
             checked.
+        pinned: samples are copied to the device as they are.
     """
 
     source: Source
     transform: Transform
     fill: Pixels
     num_labels: int | None
+
+    pinned: ClassVar[bool] = True
+
+    @property
+    def sample_bytes(self) -> int:
+        """Count the bytes of a sample."""
+        return self.transform.image_size**2 * self.transform.channels
 
     def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
         """Draw the random numbers of samples: `transform.draws` for each of (n,) records."""
@@ -46,7 +55,8 @@ class SampleMaker:
         Args:
             index: the record's number.
             numbers: the sample's random numbers, from `numbers`.
-            out: receives the pixels, uint8 of shape (image_size, image_size, channels).
+            out: receives the pixels, uint8 of shape (sample_bytes,), as (image_size, image_size,
+                channels).
 
         Returns:
             Its label.
@@ -55,9 +65,19 @@ class SampleMaker:
             DataError: the record is damaged, or its label is out of range.
         """
         record = self.read(index)
-        plan = partial(self.transform.view, numbers=numbers)
-        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
+        self.decode(index, record.image, numbers, out)
         return record.label
+
+    def decode(self, index: int, image: bytes | Pixels, numbers: list[float], out: Pixels) -> None:
+        """Make the sample of a record that was read; see `write`.
+
+        Raises:
+            DataError: the image is damaged.
+        """
+        side = self.transform.image_size
+        pixels = out.reshape(side, side, self.transform.channels)
+        plan = partial(self.transform.view, numbers=numbers)
+        decode(image, plan, pixels, fill=self.fill, name=partial(self.source.name, index))
 
     def read(self, index: int) -> Record:
         """Read a record whose label is in range.

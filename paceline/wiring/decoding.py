@@ -14,7 +14,8 @@ from paceline.data.batch_maker import BatchMaker, DecodeDevice, SwitchedBatches
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.gpu_decode.decoder import GpuBatchDecoder
-from paceline.data.gpu_decode.device_batches import DecodeThreads, DeviceBatches
+from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
+from paceline.data.gpu_decode.file_maker import FileMaker
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.image.augment import Transform
@@ -59,13 +60,17 @@ class Decoding:
             self.tries = False
             chosen = "cpu"
         self.present = DecodeDevice(chosen or ("cuda" if self._gpu else "cpu"))
-        self._threads = DecodeThreads() if self._gpu else None
+        self._thread = DecodeThread() if self._gpu else None
         group = run.context.group
         # One core is the training process's own.
         limit = min(cores_per_worker(group.local_world_size) - 1, MAX_DECODE_WORKERS)
         workers = config.data.fixed_decode_workers
+        if workers is None and self.tries:
+            workers = limit
+        elif workers is None and self._gpu:
+            workers = min(limit, 1)  # which reads as fast as a GPU decodes
         self.pool = DecodePool(
-            limit if workers is None and self.tries else workers,
+            workers,
             device,
             limit=limit,
             note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
@@ -100,9 +105,9 @@ class Decoding:
 
     def close(self) -> None:
         """End the decode processes and the thread."""
+        if self._thread is not None:
+            self._thread.close()
         self.pool.close()
-        if self._threads is not None:
-            self._threads.close()
 
     def _maker(self, source: Source, *, train: bool) -> BatchMaker:
         data = self._config.data
@@ -130,11 +135,12 @@ class Decoding:
         width = data.image_size
         upload = Upload(**pixels, channels=data.num_channels, width=width)
         cpu = HostBatches(self.pool, maker, upload)
-        if self._threads is None:
+        if self._thread is None:
             return cpu
         # torchvision is imported only where the GPU decodes.
         jpeg = TorchvisionDecoder(channels=data.num_channels, device=self._device)
-        cuda = DeviceBatches(GpuBatchDecoder(maker, **pixels, jpeg=jpeg), self._threads)
+        decoder = GpuBatchDecoder(maker, **pixels, jpeg=jpeg)
+        cuda = DeviceBatches(self.pool, FileMaker(maker), decoder, self._thread)
         return SwitchedBatches(self.present, cpu, cuda)
 
     def _all_can_use_gpu(self, given: str, chosen: str) -> bool:

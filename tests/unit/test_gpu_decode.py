@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from paceline.data.batch_maker import DecodeDevice, SwitchedBatches
 from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.ring import Ring, Room
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
-from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder
-from paceline.data.gpu_decode.device_batches import DecodeThreads, DeviceBatches
+from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder, KeptPixels
+from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
+from paceline.data.gpu_decode.file_maker import HEADER, FileMaker
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.image.augment import Transform
@@ -93,10 +97,28 @@ def _make(
         jpeg=planes,
         channels_last=True,
     )
-    batch = batches.make(3, _backwards(images))
+    with _room(FileMaker(maker), _backwards(images)) as (room, bad):
+        batch = batches.make(3, room)
     batch.receive()
     batches.close()
-    return batch, planes
+    return replace(batch, bad={**bad, **batch.bad}), planes
+
+
+@contextmanager
+def _room(maker: FileMaker, records: Indices) -> Iterator[tuple[Room, dict[int, DataError]]]:
+    """What a decode process makes of records, and what is wrong with them."""
+    ring = Ring(CPU)
+    room = ring.take(len(records), maker.sample_bytes, pinned=maker.pinned)
+    room.samples[:, :HEADER] = 7  # of an earlier batch
+    room.records[:] = records
+    bad: dict[int, DataError] = {}
+    for at, numbers in enumerate(maker.numbers(3, records)):
+        try:
+            room.labels[at] = maker.write(int(records[at]), numbers, room.samples[at])
+        except DataError as error:
+            bad[int(records[at])] = error
+    yield room, bad
+    ring.close()
 
 
 def _backwards(images: Sequence[bytes | Pixels]) -> Indices:
@@ -178,23 +200,24 @@ def test_what_is_no_baseline_jpeg_joins_the_batch_in_its_place() -> None:
     ]
     batch, planes = _make(images, _transform())
     samples, bad = _by_cpu(images, _transform())
-    np.testing.assert_allclose(_bytes_of(batch), samples, atol=0.01)
+    good = [at for at, record in enumerate(_backwards(images)) if record not in bad]
+    np.testing.assert_allclose(_bytes_of(batch)[good], samples[good], atol=0.01)
     assert {number: str(error) for number, error in batch.bad.items()} == {
         number: str(error) for number, error in bad.items()
     }
-    assert list(batch.bad) == [7, 6, 5]
+    assert sorted(batch.bad) == [5, 6, 7]
     assert "record 5 can't be decoded" in str(batch.bad[5])
-    labels = [0 if at in batch.bad else 10 * at for at in range(len(images))]
-    assert batch.labels.tolist() == labels[::-1]
+    labels = [10 * int(record) for record in _backwards(images)[good]]
+    assert batch.labels[good].tolist() == labels
     assert planes.calls[0] == 3  # the photograph, the broken one, and the tiny one
     assert planes.calls[1:] == [1, 2, 1, 1]  # halved, until the broken one stands alone
 
 
 def test_a_label_out_of_range_is_named_as_on_the_cpu() -> None:
     batch, planes = _make(_photographs(), _transform(), num_labels=11)
-    assert list(batch.bad) == [3, 2]
+    assert sorted(batch.bad) == [2, 3]
     assert str(batch.bad[2]).startswith("record 2 has the label 20, but with --num_labels 11")
-    assert batch.labels.tolist() == [0, 0, 10, 0]
+    assert batch.labels[2:].tolist() == [10, 0]
     assert planes.calls == [2]
 
 
@@ -208,7 +231,7 @@ def test_large_photographs_are_decoded_by_portions(monkeypatch: pytest.MonkeyPat
 
 
 class _Cropped(PlaneDecoder):
-    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
         return [image[:, :5] for image in super().decode(files)]
 
 
@@ -291,7 +314,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     def pretend(torchvision: object) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
         monkeypatch.setattr(torch.cuda, "Event", lambda blocking: torchvision)
         monkeypatch.setitem(sys.modules, "torchvision", torchvision)
         monkeypatch.setitem(sys.modules, "torchvision.io", torchvision)
@@ -299,15 +321,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     return pretend
 
 
-def test_nvjpeg_begins_once_the_kernels_of_the_batch_before_have_ended(gpu: Any) -> None:
+def test_nvjpeg_gets_the_files_of_a_batch_at_once(gpu: Any) -> None:
     package = _Torchvision()
     gpu(package)
     decoder = TorchvisionDecoder(channels=1, device=torch.device("cuda:1"))
-    assert len(decoder.decode([b"one", b"two"])) == 2
-    waits = ["record on stream of cuda:1", "synchronize"]
-    assert package.calls == [*waits, b"one", b"two", ("grey", "cuda:1")]
+    files = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"one", b"two")]
+    assert len(decoder.decode(files)) == 2
+    assert package.calls == [b"one", b"two", ("grey", "cuda:1")]
     require_gpu_decoding()
     assert package.calls[-1] == ("rgb", "cuda:2")
+
+
+def test_pixels_are_kept_until_the_kernels_of_an_earlier_launch_have_read_them(gpu: Any) -> None:
+    event = _Torchvision()
+    gpu(event)
+    kept = KeptPixels()
+    pixels = [torch.zeros(1) for _ in range(3)]
+    alive = [weakref.ref(each) for each in pixels]
+    for number in range(3):
+        kept.keep([pixels.pop(0)], f"stream {number}")  # type: ignore[arg-type]
+    assert event.calls == [f"record on stream {number}" for number in range(3)]
+    kept.free()
+    assert event.calls[3:] == ["synchronize", "synchronize"]
+    assert [each() is None for each in alive] == [True, True, False]
 
 
 OTHERWISE = ", or decode by --decode_device cpu."
@@ -366,7 +402,7 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
     transform = Transform(augment="caffe2", image_size=8, scale=10, seed=3)
     order = Order(size=24, batch_size=8, shuffle=False)
     shares = [(5, 3), (8, 0), (3, 5), (0, 8), (4, 4)]
-    pool, thread, present = DecodePool(0, CPU), DecodeThreads(), DecodeDevice("cpu")
+    pool, thread, present = DecodePool(0, CPU), DecodeThread(), DecodeDevice("cpu")
     try:
         cpu = host_batches(pool, source, transform, mean=MEAN, std=STD)
         maker = SampleMaker(
@@ -375,7 +411,7 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
         gpu = GpuBatchDecoder(
             maker, mean=MEAN, std=STD, device=CPU, jpeg=PlaneDecoder(3), channels_last=True
         )
-        switched = SwitchedBatches(present, cpu, DeviceBatches(gpu, thread))
+        switched = SwitchedBatches(present, cpu, DeviceBatches(pool, FileMaker(maker), gpu, thread))
         loaders = [DatabaseLoader(order, each, skip_bad=True) for each in (cpu, switched)]
         for number, divided in enumerate(shares):
             step = number % 3

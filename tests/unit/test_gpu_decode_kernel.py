@@ -54,7 +54,10 @@ def _both(
         view = View(box=box, size=size, shift=shift, flip=flip, jitter=jitter)
         image = random.integers(0, 256, (*shape, channels), dtype=np.uint8)
         planes.append(torch.from_numpy(image.transpose(2, 0, 1).copy()))
-        plans.append(plan_of(len(cases) - 1 - at, planes[-1], orientation, view))
+        row = plan_of(planes[-1].stride(), shape, orientation, view)
+        row[0] = len(cases) - 1 - at
+        row[1] += planes[-1].data_ptr()
+        plans.append(row)
         turned = np.ascontiguousarray(upright(image, orientation))
         plan = partial(lambda chosen, width, height: chosen, view)
         decode(turned, plan, expected[len(cases) - 1 - at], fill=fill, name=lambda: "record")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
-from paceline.data.decoding.ring import MappedRooms, Ring, SampleShape
-from paceline.data.sample_maker import SampleMaker
+from paceline.data.decoding.maker import Maker
+from paceline.data.decoding.ring import MappedRooms, Ring
 from paceline.errors import DataError
 
 _LONGEST = 16_000  # characters of a report: a packet of a local socket has room for it
@@ -50,7 +50,7 @@ def decode_chunks(
     queue: ChunkQueue,
     rooms: Ring | MappedRooms,
     reports: socket.socket,
-    makers: Sequence[SampleMaker],
+    makers: Sequence[Maker],
 ) -> None:
     """Make samples until the queue says that this worker ends.
 
@@ -97,11 +97,10 @@ class RunnableClock:
 
 
 def _make(
-    worker: int, queue: ChunkQueue, rooms: Ring | MappedRooms, chunk: Chunk, maker: SampleMaker
+    worker: int, queue: ChunkQueue, rooms: Ring | MappedRooms, chunk: Chunk, maker: Maker
 ) -> list[BadRecord]:
     """Make a chunk's samples; return the reports of bad records."""
-    shape = SampleShape(maker.transform.image_size, maker.transform.channels)
-    room = rooms.room(chunk.offset, chunk.count, shape)
+    room = rooms.room(chunk.offset, chunk.count, maker.sample_bytes)
     records = room.records[chunk.begin : chunk.end]
     numbers = maker.numbers(chunk.epoch, records)
     bad = []
@@ -109,7 +108,7 @@ def _make(
         sample = chunk.begin + at
         queue.reach(worker, sample)
         try:
-            room.labels[sample] = maker.write(record, numbers[at], room.images[sample])
+            room.labels[sample] = maker.write(record, numbers[at], room.samples[sample])
         except DataError as error:
             bad.append(BadRecord(chunk.serial, record, str(error)))
         except Exception as error:

@@ -25,11 +25,11 @@ import torch
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
 from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
-from paceline.data.decoding.ring import Ring, Room, SampleShape
+from paceline.data.decoding.maker import Maker
+from paceline.data.decoding.ring import Ring, Room
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.order import Indices
-from paceline.data.sample_maker import SampleMaker
 from paceline.errors import DataError, many
 
 _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own cost
@@ -95,7 +95,7 @@ class DecodePool:
         self._note = note
         self._stopped_after = stopped_after
         self._device = device
-        self._makers: list[SampleMaker] = []
+        self._makers: list[Maker] = []
         self._closed = False
         self._serial = 0
         self._works: dict[int, Work] = {}  # by serial number
@@ -111,7 +111,7 @@ class DecodePool:
         self._starts: Counter[int] = Counter()  # by worker, since it made a sample
         self._made: dict[int, int] = {}  # samples of each worker when it was last started
 
-    def add(self, maker: SampleMaker) -> int:
+    def add(self, maker: Maker) -> int:
         """Add a sample maker, before the first batch is begun; return its number."""
         assert self._serial == 0, "decode processes know the makers that there are when they start"
         self._makers.append(maker)
@@ -128,9 +128,9 @@ class DecodePool:
         if self._thread is None and self._server is None:
             self._start()
         self._reuse_dropped()
-        transform = self._makers[maker].transform
+        made_by = self._makers[maker]
         count = len(records)
-        room = self._ring.take(count, SampleShape(transform.image_size, transform.channels))
+        room = self._ring.take(count, made_by.sample_bytes, pinned=made_by.pinned)
         room.records[:] = records
         self._serial += 1
         size = max(_CHUNK, -(-count // _CHUNKS))
@@ -159,6 +159,10 @@ class DecodePool:
             self._attend(waited)
         self._receive_reports()  # sent before the chunks were finished
         return True
+
+    def is_made(self, work: Work) -> bool:
+        """Return whether samples are made, or were given up; any thread may ask."""
+        return self._queue.is_complete(work.slots)
 
     def release(self, work: Work, copied: object = None) -> None:
         """Give samples up: what is in work ends, the rest isn't begun.

@@ -27,8 +27,8 @@ import torch
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
 from paceline.data.decoding.decode_chunks import decode_chunks
+from paceline.data.decoding.maker import Maker
 from paceline.data.decoding.ring import MappedRooms
-from paceline.data.sample_maker import SampleMaker
 
 _PR_SET_PDEATHSIG = 1
 # Meant for the training process, which ends its decode processes when it ends.
@@ -46,7 +46,7 @@ class ServerSetup:
         reports: the descriptor of the socket for reports of bad records.
     """
 
-    makers: tuple[SampleMaker, ...]
+    makers: tuple[Maker, ...]
     queue: tuple[int, int, int]
     ring: int
     reports: int
@@ -93,7 +93,10 @@ def serve(requests: socket.socket, setup: ServerSetup) -> None:
                 _, status = os.waitpid(process, 0)
                 _send(requests, worker=worker, ended=os.waitstatus_to_exitcode(status))
                 continue
-            packet = requests.recv(1 << 16)
+            try:
+                packet = requests.recv(1 << 16)
+            except ConnectionResetError:  # the training process was killed
+                packet = b""
             if not packet:
                 return  # children end with this process
             worker = json.loads(packet)["start"]

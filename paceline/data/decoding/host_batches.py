@@ -26,6 +26,8 @@ class HostBatches:
         self._pool = pool
         self._maker = pool.add(maker)
         self._upload = upload
+        size = maker.transform.image_size
+        self._shape = (size, size, maker.transform.channels)
 
     def begin(self, epoch: int, records: Indices) -> Work:
         """Begin to make samples."""
@@ -37,8 +39,11 @@ class HostBatches:
 
     def on_device(self, parts: Sequence[Part]) -> Uploaded:
         """Copy a batch to the device."""
-        samples = [(work.room.images[at], work.room.labels[at]) for work, at in parts]
-        return self._upload([(torch.from_numpy(i), torch.from_numpy(n)) for i, n in samples])
+        samples = []
+        for work, at in parts:
+            pixels = work.room.samples[at].reshape(-1, *self._shape)
+            samples.append((torch.from_numpy(pixels), torch.from_numpy(work.room.labels[at])))
+        return self._upload(samples)
 
     def release(self, making: Work, copied: torch.cuda.Event | None) -> None:
         """Give a room back."""

@@ -1,12 +1,13 @@
 """Ring of rooms: memory that decode processes fill with the samples of batches.
 
     one file in memory (memfd)   │ room │ room │ room │ …
-    a room                       records (n,) │ labels (n,) │ pixels (n, size, size, channels)
+    a room                       records (n,) │ labels (n,) │ samples (n, bytes of a sample)
 
 A room is used again once its batch is on the device. Where batches become larger than the free
 rooms, new rooms take their place at the file's end, and the old ones' memory is given back. A memfd
 needs no room in /dev/shm, which is small in containers. For a device, rooms are pinned: copies to
-the device need no further copy, and the host doesn't wait for them.
+the device need no further copy, and the host doesn't wait for them. Pinned memory is all there;
+that of other rooms is there once it is written to.
 """
 
 from __future__ import annotations
@@ -28,40 +29,22 @@ _FREE = 2  # rooms that wait for the next batches; more are left over from a jum
 _MAPPED = 8  # rooms that a decode process keeps mapped
 
 
-@dataclass(frozen=True, slots=True)
-class SampleShape:
-    """Shape of a sample: (size, size, channels) bytes.
-
-    Attributes:
-        size: height and width in pixels.
-        channels: 1 (grey) or 3 (RGB).
-    """
-
-    size: int
-    channels: int
-
-    def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room for `count` samples, in whole pages."""
-        return -(-count * (16 + self.size**2 * self.channels) // _PAGE) * _PAGE
-
-
 class Room:
-    """Room of a batch: its records' numbers, their labels and their pixels.
+    """Room of a batch: its records' numbers, their labels and their samples.
 
     Attributes:
         offset: where the room begins in the file, in bytes.
         records: int64, shape (n,).
         labels: int64, shape (n,).
-        images: uint8, shape (n, size, size, channels).
+        samples: uint8, shape (n, bytes of a sample).
     """
 
-    def __init__(self, memory: mmap.mmap, offset: int, count: int, shape: SampleShape) -> None:
+    def __init__(self, memory: mmap.mmap, offset: int, count: int, sample_bytes: int) -> None:
         self.offset = offset
         self.records: Indices = np.frombuffer(memory, np.int64, count)
         self.labels: Indices = np.frombuffer(memory, np.int64, count, 8 * count)
-        pixels = (count, shape.size, shape.size, shape.channels)
-        images = np.frombuffer(memory, np.uint8, int(np.prod(pixels)), 16 * count)
-        self.images: Pixels = images.reshape(pixels)
+        samples = np.frombuffer(memory, np.uint8, count * sample_bytes, 16 * count)
+        self.samples: Pixels = samples.reshape(count, sample_bytes)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -96,8 +79,13 @@ class Ring:
         self._used: dict[int, _Memory] = {}  # by offset
         self._uploading: list[tuple[Any, int]] = []  # (event of the copy to the device, offset)
 
-    def take(self, count: int, shape: SampleShape) -> Room:
+    def take(self, count: int, sample_bytes: int, *, pinned: bool) -> Room:
         """Take a room for `count` samples.
+
+        Args:
+            count: number of samples.
+            sample_bytes: of a sample, at most.
+            pinned: whether they are copied to the device as they are.
 
         Raises:
             MemoryError: there is no memory for another room.
@@ -106,20 +94,25 @@ class Ring:
             if event.query():
                 self._uploading.remove((event, offset))
                 self._add_free(self._used.pop(offset))
-        size = shape.room_bytes(count)
-        fitting = [memory for memory in self._free if memory.size >= size]
+        size = _room_bytes(count, sample_bytes)
+        registered = pinned and self._device.type == "cuda"
+        fitting = [
+            memory
+            for memory in self._free
+            if memory.size >= size and memory.registered == registered
+        ]
         if fitting:
             memory = min(fitting, key=lambda each: each.size)
             self._free.remove(memory)
         else:
             self._release_free(keep=0)
-            memory = self._new(size)
+            memory = self._new(size, registered=registered)
         self._used[memory.offset] = memory
-        return Room(memory.map, memory.offset, count, shape)
+        return Room(memory.map, memory.offset, count, sample_bytes)
 
-    def room(self, offset: int, count: int, shape: SampleShape) -> Room:
+    def room(self, offset: int, count: int, sample_bytes: int) -> Room:
         """Return a room that is taken, by its offset, for a thread that fills it."""
-        return Room(self._used[offset].map, offset, count, shape)
+        return Room(self._used[offset].map, offset, count, sample_bytes)
 
     def free(self, room: Room, copied: Any = None) -> None:
         """Give a room back.
@@ -142,13 +135,13 @@ class Ring:
         self._release_free(keep=0)
         os.close(self.descriptor)
 
-    def _new(self, size: int) -> _Memory:
+    def _new(self, size: int, *, registered: bool) -> _Memory:
         try:
             os.ftruncate(self.descriptor, self._end + size)
             memory = mmap.mmap(self.descriptor, size, offset=self._end)
         except OSError as error:
             raise MemoryError(f"a batch tried to allocate {size} bytes") from error
-        made = _Memory(memory, self._end, size, registered=self._device.type == "cuda")
+        made = _Memory(memory, self._end, size, registered)
         if made.registered:
             _check(torch.cuda.cudart().cudaHostRegister(made.address, size, 0))
         self._end += size
@@ -180,16 +173,21 @@ class MappedRooms:
         self._descriptor = descriptor
         self._maps: dict[int, mmap.mmap] = {}  # by offset; each holds a descriptor
 
-    def room(self, offset: int, count: int, shape: SampleShape) -> Room:
+    def room(self, offset: int, count: int, sample_bytes: int) -> Room:
         """Return the room of `count` samples at an offset."""
-        size = shape.room_bytes(count)
+        size = _room_bytes(count, sample_bytes)
         memory = self._maps.pop(offset, None)
         if memory is None or len(memory) < size:
             memory = mmap.mmap(self._descriptor, size, offset=offset)
         self._maps[offset] = memory  # last: the first is the one that was used least recently
         if len(self._maps) > _MAPPED:
             del self._maps[next(iter(self._maps))]
-        return Room(memory, offset, count, shape)
+        return Room(memory, offset, count, sample_bytes)
+
+
+def _room_bytes(count: int, sample_bytes: int) -> int:
+    """Return the bytes of a room, in whole pages."""
+    return -(-count * (16 + sample_bytes) // _PAGE) * _PAGE
 
 
 def _check(status: Any) -> None:

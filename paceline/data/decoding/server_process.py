@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
 from paceline.data.decoding.fork_server import BOOT, ServerSetup
-from paceline.data.sample_maker import SampleMaker
+from paceline.data.decoding.maker import Maker
 from paceline.errors import DataError
 
 _END_S = 1.0  # within which decode processes end by themselves
@@ -61,7 +61,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self, queue: ChunkQueue, ring: int, reports: socket.socket, makers: Sequence[SampleMaker]
+        self, queue: ChunkQueue, ring: int, reports: socket.socket, makers: Sequence[Maker]
     ) -> None:
         self.processes: dict[int, int] = {}
         self._requested: set[int] = set()

@@ -1,31 +1,41 @@
-"""Batches made on the GPU: baseline JPEG by nvJPEG, the rest on the CPU, into the same batch.
+"""Batches made on the GPU: baseline JPEG by nvJPEG, the rest by the CPU, into the same batch.
 
-    record --baseline JPEG--> JpegDecoder --> planes on the device --+
-    record --any other------> SampleMaker --> sample in host memory -+--> make_samples --> batch
+    room of FileMaker --files----> JpegDecoder --> planes on the device --+
+                      --samples--> copied to the device ------------------+--> make_samples
 
-A sample has the plan and the random numbers that the CPU gives it. Whatever can't be read, or is
-refused by the decoder, goes to the SampleMaker, which makes the sample or names the damage as ever.
-Damage that nvJPEG takes without complaint isn't found: broken codes between a file's header and its
-end, which libjpeg-turbo reports.
+A sample has the plan and the random numbers that the CPU gives it. What nvJPEG refuses goes to the
+SampleMaker, which makes the sample or names the damage as ever. Damage that nvJPEG takes without
+complaint isn't found: broken codes between a file's header and its end, which libjpeg-turbo
+reports.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.data.gpu_decode.baseline_jpeg import baseline_size
+from paceline.data.decoding.ring import Room
+from paceline.data.gpu_decode.file_maker import (
+    FILE,
+    HEADER,
+    HEIGHT,
+    KIND,
+    LENGTH,
+    NOTHING,
+    PLAN,
+    SAMPLE,
+    WIDTH,
+    headers_of,
+)
 from paceline.data.gpu_decode.jpeg_decoder import JpegDecoder
 from paceline.data.gpu_decode.plan import plan_of
 from paceline.data.image.augment import View
-from paceline.data.image.jpeg import jpeg_orientation
-from paceline.data.order import Indices
 from paceline.data.sample_maker import SampleMaker
 from paceline.errors import DataError
 
@@ -40,8 +50,8 @@ class GpuBatch:
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size).
         labels: int64, shape (n,).
-        bad: what is wrong with the records that gave no sample, by their numbers, in their order;
-            their places hold a blank image, and the label 0.
+        bad: what is wrong with records whose files were refused and gave no sample either, by
+            their numbers; their label is 0.
         ready: the event after which images and labels are complete; None: they are.
     """
 
@@ -59,25 +69,35 @@ class GpuBatch:
                 tensor.record_stream(user)
 
 
-@dataclass(frozen=True)
-class _File:
-    """Baseline JPEG file: its sample's place, its bytes, (height, width) as stored, and its plan.
+class KeptPixels:
+    """Pixels that kernels may still read.
 
-    The plan is in pixels of the image that is upright by EXIF's orientation.
+    nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and doesn't
+    wait for a kernel there that still reads what was freed.
     """
 
-    place: int
-    data: bytes
-    shape: tuple[int, int]
-    orientation: int
-    view: View
+    def __init__(self) -> None:
+        self._launches: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+
+    def keep(self, pixels: list[Tensor], stream: torch.cuda.Stream) -> None:
+        """Keep the pixels of a kernel that was launched on a stream."""
+        read = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+        read.record(stream)
+        self._launches.append((read, pixels))
+
+    def free(self) -> None:
+        """Free the pixels of all launches but the last one, once they have been read."""
+        while len(self._launches) > _LAUNCHES:
+            read, _ = self._launches[0]
+            read.synchronize()
+            self._launches.popleft()
 
 
 class GpuBatchDecoder:
-    """Decoder of whole batches on a device, used by one thread or by several.
+    """Decoder of whole batches on a device, used by one thread.
 
     Args:
-        maker: the sample maker, for what the decoder doesn't take.
+        maker: the sample maker, for what the decoder refuses.
         mean: mean of each channel, in 0..255; a single value is used for all channels.
         std: standard deviation of each channel, in 0..255; a single value is used for all channels.
         device: device on which the batches are made; a CPU where Triton's interpreter runs.
@@ -105,43 +125,48 @@ class GpuBatchDecoder:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         # Ahead of the training step's kernels, which leave little room on the device.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._decoding = threading.Lock()
-        self._read_by_kernels: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self._kept = KeptPixels()
         scale = 1 / np.broadcast_to(np.asarray(std, np.float64), maker.fill.shape)
         constants = torch.from_numpy(np.stack([scale, -np.asarray(mean) * scale, maker.fill]))
         with torch.cuda.stream(self._stream):  # no stream, no effect
             self._constants = constants.to(device, torch.float32)
 
-    def make(self, epoch: int, records: Indices) -> GpuBatch:
+    def make(self, epoch: int, room: Room) -> GpuBatch:
         """Make a batch; the thread waits for nvJPEG, and for the kernels of an earlier batch.
 
         Args:
             epoch: decides with the records' numbers what is random.
-            records: their numbers, shape (n,).
+            room: what a `FileMaker` has made of the records.
         """
         transform = self._maker.transform
         side = transform.image_size
-        labels = self._host_zeros(len(records), dtype=torch.int64)
-        numbers = self._maker.numbers(epoch, records)
-        files, others = self._read(records, numbers, labels)
-        with self._decoding, torch.cuda.stream(self._stream):
-            shape = len(records), transform.channels, side, side
+        headers = headers_of(room.samples)
+        plans = headers[:, PLAN].copy()
+        plans[:, 0] = np.arange(len(room))
+        by_cpu = np.flatnonzero(headers[:, KIND] == SAMPLE).tolist()
+        labels = self._host_zeros(len(room), dtype=torch.int64)
+        labels.numpy()[:] = room.labels
+        with torch.cuda.stream(self._stream):
+            shape = len(room), transform.channels, side, side
             images = torch.empty(shape, device=self._device, memory_format=self._format)
-            decoded: list[tuple[Tensor, list[int]]] = []  # pixels and their plans
-            for portion in _portions(files, transform.channels):
-                self._launch(decoded, images)
-                decoded = []
-                for file, pixels in zip(portion, self._decode(portion), strict=True):
-                    if pixels is None:
-                        others.append(file.place)
-                    else:
-                        plan = plan_of(file.place, pixels, file.orientation, file.view)
-                        decoded.append((pixels, plan))
+            for portion in self._portions(headers):
+                kept: list[Tensor] = []
+                places: list[int] = []
+                pixels = self._decode([_file(room, headers, place) for place in portion])
+                for place, each in zip(portion, pixels, strict=True):
+                    size = headers[place, HEIGHT], headers[place, WIDTH]
+                    if each is None or each.shape[1:] != size or not each.is_contiguous():
+                        by_cpu.append(place)
+                        continue
+                    plans[place, 1] += each.data_ptr()
+                    kept.append(each)
+                    places.append(place)
+                self._launch(plans[places], kept, images)
             bad: dict[int, DataError] = {}
-            if others:
-                others.sort()
-                decoded += self._by_cpu(records, numbers, others, labels, bad)
-            self._launch(decoded, images)
+            if by_cpu:
+                self._by_cpu(epoch, room, sorted(by_cpu), labels, bad, images)
+            for place in np.flatnonzero(headers[:, KIND] == NOTHING).tolist():
+                images[place] = 0
             labels = labels.to(self._device, non_blocking=True)
             ready = None if self._stream is None else self._stream.record_event()
         return GpuBatch(images, labels, bad, ready)
@@ -151,108 +176,84 @@ class GpuBatchDecoder:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _read(
-        self, records: Indices, numbers: list[list[float]], labels: Tensor
-    ) -> tuple[list[_File], list[int]]:
-        """Read records; write the labels of files to decode, and return these and other places."""
-        files: list[_File] = []
-        others: list[int] = []
-        for place, index in enumerate(records.tolist()):
-            try:
-                record = self._maker.read(index)
-            except DataError:
-                others.append(place)
-                continue
-            image = record.image
-            size = baseline_size(image) if isinstance(image, bytes) else None
-            if not isinstance(image, bytes) or size is None:
-                others.append(place)
-                continue
-            orientation = jpeg_orientation(image)
-            upright = size if orientation < 5 else size[::-1]
-            view = self._maker.transform.view(*upright, numbers[place])
-            labels[place] = record.label
-            files.append(_File(place, image, size[::-1], orientation, view))
-        return files, others
+    def _portions(self, headers: npt.NDArray[np.int64]) -> Iterator[list[int]]:
+        """Divide the places of files so that the pixels of a portion fit, or are one's."""
+        channels = self._maker.transform.channels
+        portion: list[int] = []
+        held = 0
+        for place in np.flatnonzero(headers[:, KIND] == FILE).tolist():
+            pixels = int(headers[place, HEIGHT] * headers[place, WIDTH]) * channels
+            if portion and held + pixels > _PORTION:
+                yield portion
+                portion = []
+                held = 0
+            portion.append(place)
+            held += pixels
+        if portion:
+            yield portion
 
-    def _decode(self, files: Sequence[_File]) -> list[Tensor | None]:
+    def _decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
         """Decode files; None for those that the decoder refuses."""
-        self._free_pixels()
+        self._kept.free()
         try:
-            decoded = self._jpeg.decode([file.data for file in files])
+            return [*self._jpeg.decode(files)]
         except RuntimeError:  # of one of them, which isn't named: halve until it stands alone
             if len(files) == 1:
                 return [None]
             half = len(files) // 2
             return self._decode(files[:half]) + self._decode(files[half:])
-        pairs = zip(files, decoded, strict=True)
-        return [pixels if pixels.shape[1:] == file.shape else None for file, pixels in pairs]
-
-    def _free_pixels(self) -> None:
-        """Free the pixels of earlier launches but the last one's, once the kernels have read them.
-
-        nvJPEG writes, on a stream of torchvision's, to memory of the current stream's pool, and
-        doesn't wait for a kernel that may still read there.
-        """
-        while len(self._read_by_kernels) > _LAUNCHES:
-            read, _ = self._read_by_kernels[0]
-            read.synchronize()
-            self._read_by_kernels.popleft()
 
     def _by_cpu(
         self,
-        records: Indices,
-        numbers: list[list[float]],
+        epoch: int,
+        room: Room,
         places: list[int],
         labels: Tensor,
         bad: dict[int, DataError],
-    ) -> list[tuple[Tensor, list[int]]]:
-        """Make samples on the CPU; write labels and what is wrong, return pixels and plans."""
+        images: Tensor,
+    ) -> None:
+        """Bring samples of the CPU into the batch, and make those of files that were refused."""
         transform = self._maker.transform
         side = transform.image_size
-        host = self._host_zeros(len(places), side, side, transform.channels, dtype=torch.uint8)
-        host[:] = torch.from_numpy(self._maker.fill.copy())
-        for place, slot in zip(places, host.numpy(), strict=True):
-            index = int(records[place])
+        length = self._maker.sample_bytes
+        host = self._host_zeros(len(places), length, dtype=torch.uint8)
+        made = headers_of(room.samples)[:, KIND] == SAMPLE
+        numbers = self._maker.numbers(epoch, room.records[places])
+        for at, place in enumerate(places):
+            slot = host.numpy()[at]
+            if made[place]:
+                slot[:] = room.samples[place, HEADER : HEADER + length]
+                continue
+            record = int(room.records[place])
             try:
-                labels[place] = self._maker.write(index, numbers[place], slot)
+                self._maker.write(record, numbers[at], slot)
             except DataError as error:
-                bad[index] = error
+                bad[record] = error
                 labels[place] = 0
         whole = View(box=(0, 0, side, side), size=side)  # no change: all is done
-        slots = host.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-        pairs = zip(places, slots, strict=True)
-        return [(pixels, plan_of(place, pixels, 1, whole)) for place, pixels in pairs]
+        strides = (1, side * transform.channels, transform.channels)
+        plans = np.tile(plan_of(strides, (side, side), 1, whole), (len(places), 1))
+        plans[:, 0] = places
+        pixels = host.to(self._device, non_blocking=True)
+        plans[:, 1] += pixels.data_ptr() + length * np.arange(len(places))
+        self._launch(plans, [pixels], images)
 
-    def _launch(self, decoded: Sequence[tuple[Tensor, list[int]]], images: Tensor) -> None:
+    def _launch(self, plans: npt.NDArray[np.int64], pixels: list[Tensor], images: Tensor) -> None:
         """Let the kernel make samples; their pixels are kept until it has read them."""
-        if decoded:
-            rows = [plan for _, plan in decoded]
-            pinned = self._stream is not None
-            plans = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
-            plans = plans.to(self._device, non_blocking=True)
-            self._make_samples(plans, self._constants, images)
-            if self._stream is not None:
-                read = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
-                read.record(self._stream)
-                self._read_by_kernels.append((read, [pixels for pixels, _ in decoded]))
+        if not len(plans):
+            return
+        table = torch.from_numpy(plans)
+        if self._stream is not None:
+            table = table.pin_memory()
+        self._make_samples(table.to(self._device, non_blocking=True), self._constants, images)
+        if self._stream is not None:
+            self._kept.keep(pixels, self._stream)
 
     def _host_zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory from which copies to the device don't wait."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 
-def _portions(files: Sequence[_File], channels: int) -> Iterator[list[_File]]:
-    """Divide files so that the pixels of each portion fit into `_PORTION` bytes, or are one's."""
-    portion: list[_File] = []
-    held = 0
-    for file in files:
-        pixels = file.shape[0] * file.shape[1] * channels
-        if portion and held + pixels > _PORTION:
-            yield portion
-            portion = []
-            held = 0
-        portion.append(file)
-        held += pixels
-    if portion:
-        yield portion
+def _file(room: Room, headers: npt.NDArray[np.int64], place: int) -> Tensor:
+    """Return a file in its room, uint8 of shape (bytes,)."""
+    return torch.from_numpy(room.samples[place, HEADER : HEADER + int(headers[place, LENGTH])])

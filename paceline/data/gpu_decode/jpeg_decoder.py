@@ -13,8 +13,8 @@ from torch import Tensor
 class JpegDecoder(Protocol):
     """Protocol of a decoder of baseline JPEG files."""
 
-    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
-        """Decode files.
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
+        """Decode files, each uint8 of shape (bytes,), in host memory.
 
         Returns:
             An image for each: uint8, shape (channels, height, width), on the device, ready for the
@@ -35,7 +35,8 @@ class TorchvisionDecoder:
         self._mode = modes.GRAY if channels == 1 else modes.RGB
         self._device = device
 
-    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
-        encoded = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
-        images: list[Tensor] = self._io.decode_jpeg(encoded, mode=self._mode, device=self._device)
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
+        images: list[Tensor] = self._io.decode_jpeg(
+            list(files), mode=self._mode, device=self._device
+        )
         return images

@@ -15,7 +15,6 @@ import math
 from functools import lru_cache
 
 import numpy as np
-from torch import Tensor
 
 from paceline.data.image.augment import View
 from paceline.data.image.color_jitter import Jitter
@@ -25,18 +24,20 @@ FIELDS = 15
 _NEUTRAL = Jitter(brightness=1, contrast=1, saturation=1)
 
 
-def plan_of(place: int, pixels: Tensor, orientation: int, view: View) -> list[int]:
-    """List an image's row of the table.
+def plan_of(
+    strides: tuple[int, int, int], shape: tuple[int, int], orientation: int, view: View
+) -> list[int]:
+    """List an image's row of the table, for the place 0 and for pixels that begin at address 0.
 
     Args:
-        place: the sample's place in the batch.
-        pixels: uint8, shape (channels, height, width), of any strides; the kernel reads it later.
+        strides: steps of channel, row and column, in bytes.
+        shape: height and width.
         orientation: EXIF's, 1 to 8.
         view: the plan, in pixels of the upright image.
     """
-    address = pixels.data_ptr()
-    channel, row, column = pixels.stride()
-    height, width = pixels.shape[1:]
+    channel, row, column = strides
+    height, width = shape
+    address = 0
     if orientation >= 5:
         row, column = column, row
         height, width = width, height
@@ -55,7 +56,7 @@ def plan_of(place: int, pixels: Tensor, orientation: int, view: View) -> list[in
     gain = jitter.brightness * jitter.contrast
     factors = gain, jitter.saturation, jitter.brightness - gain
     colors = [round(factor * 2**32) for factor in factors]
-    return [place, address, channel, row, column, *box, *bits, *view.shift, view.flip, *colors]
+    return [0, address, channel, row, column, *box, *bits, *view.shift, view.flip, *colors]
 
 
 @lru_cache(maxsize=1 << 14)

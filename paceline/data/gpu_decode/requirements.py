@@ -35,7 +35,8 @@ def require_gpu_decoding() -> None:
         except Exception as error:  # torchvision beside torch's CPU wheel: a RuntimeError
             rule = f"it needs {package}, which doesn't import: {reason_of(error)}"
             raise _refusal(rule, remedy) from error
-    file = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    encoded: bytes = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    file = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     device = torch.device("cuda", torch.cuda.current_device())  # by number, as the training's
     try:
         TorchvisionDecoder(channels=3, device=device).decode([file])

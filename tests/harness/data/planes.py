@@ -25,10 +25,10 @@ class PlaneDecoder:
         self._channels = channels
         self.calls: list[int] = []
 
-    def decode(self, files: Sequence[bytes]) -> list[Tensor]:
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
         self.calls.append(len(files))
         try:
-            images = [decoded(file, self._channels) for file in files]
+            images = [decoded(file.numpy().tobytes(), self._channels) for file in files]
         except ValueError as error:
             raise RuntimeError("Failed to decode batch: 2") from error
         return [torch.from_numpy(image.transpose(2, 0, 1).copy()) for image in images]
