@@ -39,6 +39,7 @@ class Size:
         records, distinct: of the LMDB, whose epoch must outlast the turns; how many differ.
         workers: numbers of processes that decode.
         untimed, timed: seconds of a turn; the first are more where batches were made ahead.
+        rest: seconds after a DataLoader's turn: its workers make two batches each ahead.
         rounds: at most.
     """
 
@@ -50,6 +51,7 @@ class Size:
     workers: Sequence[int]
     untimed: float
     timed: float
+    rest: float = 0.0
     rounds: int = 5
 
 
@@ -58,9 +60,10 @@ TRAINING = Size(
     batch=256,
     pixels=224,
     records=40_960,
-    workers=(4, 8, 16),
+    workers=(8, 16),
     untimed=0.7,
-    timed=0.8,
+    timed=1.2,
+    rest=3.0,
 )
 DECODING = Size(
     model="gated_pooled",
@@ -70,6 +73,7 @@ DECODING = Size(
     workers=(1, 4, 16),
     untimed=0.3,
     timed=0.8,
+    rest=0.8,
 )
 SMALL = Size(
     model="gated_pooled",
@@ -151,7 +155,8 @@ class _Runs:
             *("--image_size", str(size.pixels)),
         ]
         untimed = size.untimed * (3.5 if workers else 1)
-        return Contender(command=command, batch=size.batch, untimed=untimed)
+        rest = size.rest if workers else 0.0
+        return Contender(command=command, batch=size.batch, untimed=untimed, rest=rest)
 
     def train(self, *flags: str, cores: int = 0, trials: float = 0.0) -> Contender:
         """Return a run of `paceline train` with more flags."""
@@ -190,7 +195,7 @@ class _Runs:
             _on("auto", "all"): self.train(flag, "auto", trials=6.0),
             _on("cpu", "two"): self.train(flag, "cpu", cores=2),
             _on("cuda", "two"): self.train(flag, "cuda", cores=2),
-            _on("auto", "two"): self.train(flag, "auto", cores=2, trials=6.0),
+            _on("auto", "two"): self.train(flag, "auto", cores=2, trials=15.0),
         }
 
 

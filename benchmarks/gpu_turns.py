@@ -29,6 +29,7 @@ class Contender:
         command: its words.
         batch: images a step.
         untimed: seconds of a turn before those that are timed.
+        rest: seconds after a turn, in which its workers make batches ahead and need cores.
         trials: seconds of the first turn, in which a run measures what it chooses from.
         cores: how many it may use; 0: all.
     """
@@ -36,6 +37,7 @@ class Contender:
     command: Sequence[str]
     batch: int
     untimed: float = 1.0
+    rest: float = 0.0
     trials: float = 0.0
     cores: int = 0
 
@@ -80,6 +82,7 @@ class Turns:
         for name in names:
             if trials := self._contenders[name].trials:
                 self._turn(name, trials, 0.0)
+                time.sleep(self._contenders[name].rest)
         rates: dict[str, list[float]] = {name: [] for name in names}
         for number in range(most):
             began = time.monotonic()
@@ -88,6 +91,7 @@ class Turns:
                 if name not in self.failures:
                     taken = self._turn(name, contender.untimed, seconds)
                     rates[name].append(contender.batch / taken)
+                    time.sleep(contender.rest)
             if self._setting.left < 1.1 * (time.monotonic() - began):
                 break
         return {name: found for name, found in rates.items() if name not in self.failures}

@@ -1,7 +1,7 @@
 """The trial of `--decode_device auto`: which device decodes faster, beside this run's own steps.
 
-    step of the generation   0 …… 7  8 ……… 19  20 …… 31  32 ………… 51   52
-    decoded by               cuda    cuda      cpu       cpu          the faster one
+    step of the generation   0 …… 7  8 ……… 15  16 …… 19  20 …… 31   32
+    decoded by               cuda    cuda      cpu       cpu        the faster one
                              starts  measured  starts    measured
 
 All ranks switch at the same steps, and decide by the sums of all ranks' times. The decision is part
@@ -23,9 +23,9 @@ from paceline.errors import many
 from paceline.run.position import Position
 from paceline.run.run import Run
 
-_MEASURED = {"cuda": range(8, 20), "cpu": range(32, 52)}  # steps of a generation
-_SWITCH = 18  # batches are begun two steps ahead
-_END = 52
+_MEASURED = {"cuda": range(8, 16), "cpu": range(20, 32)}  # steps of a generation
+_SWITCH = 14  # batches are begun two steps ahead
+_END = 32
 _MARGIN = 1.02  # by which the GPU must be faster: the CPU gives the same bits on each machine
 
 

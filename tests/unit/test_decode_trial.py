@@ -42,7 +42,7 @@ class Trial:
 def test_the_device_with_the_shorter_steps_is_kept(cuda: float, cpu: float, chosen: str) -> None:
     trial = Trial(cuda, cpu)
     devices = trial.steps(0, 60)
-    assert devices == ["cuda"] * 18 + ["cpu"] * 34 + [chosen] * 8
+    assert devices == ["cuda"] * 14 + ["cpu"] * 18 + [chosen] * 28
     assert trial.position.decode_device == chosen
 
 
@@ -50,9 +50,9 @@ def test_slow_first_steps_do_not_count() -> None:
     trial = Trial(0.06, 0.1)
     trial.steps(0, 2)
     trial.now += 30  # the kernels are compiled
-    trial.steps(2, 20)
+    trial.steps(2, 15)
     trial.now += 30  # decode processes start
-    assert trial.steps(22, 40)[-1] == "cuda"
+    assert trial.steps(17, 40)[-1] == "cuda"
 
 
 def test_a_resumed_run_keeps_the_decision() -> None:
@@ -65,4 +65,4 @@ def test_a_new_generation_begins_the_trial_anew() -> None:
     assert trial.steps(0, 30)[-1] == "cpu"
     group = trial.run.context.group
     trial.run.context.group = replace(group, generation=replace(group.generation, token="another"))
-    assert trial.steps(25, 60) == ["cuda"] * 18 + ["cpu"] * 34 + ["cuda"] * 8
+    assert trial.steps(25, 60) == ["cuda"] * 14 + ["cpu"] * 18 + ["cuda"] * 28

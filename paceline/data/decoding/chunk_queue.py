@@ -209,10 +209,6 @@ class ChunkQueue:
         samples, busy, runnable = self._workers[:, _SAMPLES : _RUNNABLE + 1].sum(axis=0).tolist()
         return WorkerTimes(samples=samples, busy=busy / 1e9, runnable=runnable / 1e9)
 
-    def samples(self, worker: int) -> int:
-        """Return how many samples a worker has made."""
-        return int(self._workers[worker, _SAMPLES])
-
     def stop(self, workers: int) -> None:
         """Let all workers end after the chunk that they have in work."""
         self._header[_STOPPED] = 1

@@ -38,7 +38,7 @@ _THREAD = 0  # the worker that is a thread of this process; decode processes cou
 _LOOK_S = 1.0  # between two looks at processes that may be stopped
 _STOPPED_S = 5.0  # that a worker may have one chunk, while others finish theirs
 _DEATHS = 3  # of decode processes at one record, until it is named
-_STARTS = 5  # of a decode process that makes no sample, one after another
+_STARTS = 5  # of a decode process while none makes a sample, one after another
 _BLOCKED = 0.5  # share of decoding spent on waits for the disk that names it as the reason
 _CLOSE_S = 2.0  # Ctrl-C must end a run within five
 
@@ -108,8 +108,8 @@ class DecodePool:
         self._server: ServerProcess | None = None
         self._next_look = 0.0
         self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
-        self._starts: Counter[int] = Counter()  # by worker, since it made a sample
-        self._made: dict[int, int] = {}  # samples of each worker when it was last started
+        self._starts: Counter[int] = Counter()  # by worker, since one made a sample
+        self._made: dict[int, int] = {}  # samples of all workers when each was last started
 
     def add(self, maker: Maker) -> int:
         """Add a sample maker, before the first batch is begun; return its number."""
@@ -250,7 +250,7 @@ class DecodePool:
             self._queue.retire(_THREAD)
 
     def _start_process(self, server: ServerProcess, worker: int) -> None:
-        self._made[worker] = self._queue.samples(worker)
+        self._made[worker] = self._queue.times().samples
         server.start(worker)
 
     def _new_server(self) -> ServerProcess:
@@ -296,7 +296,8 @@ class DecodePool:
         """Start another process in place of one that has ended, and make its chunk again.
 
         Raises:
-            DataError: three have died at one record, or it has ended five times without a sample.
+            DataError: three have died at one record, or one has ended five times while none made a
+                sample.
         """
         again = "it is replaced"
         for chunk, sample in self._queue.put_back(ended.worker):
@@ -304,12 +305,13 @@ class DecodePool:
             if chunk.serial in self._works and ended.status is not None:
                 record = int(self._works[chunk.serial].room.records[sample])
                 self._count_death(chunk.maker, record, ended)
-        if self._queue.samples(ended.worker) > self._made[ended.worker]:
+        killed = ended.status is None or ended.status < 0
+        if killed and self._queue.times().samples > self._made[ended.worker]:
             self._starts[ended.worker] = 0
         self._starts[ended.worker] += 1
         if self._starts[ended.worker] >= _STARTS:
             raise DataError(
-                f"A decode process has ended {_STARTS} times before it made an image; the last "
+                f"A decode process has ended {_STARTS} times before any image was made; the last "
                 f"one {ended}. Use --decode_workers 0 to decode in the training process, which "
                 "shows the reason."
             )

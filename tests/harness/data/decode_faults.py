@@ -57,12 +57,16 @@ def train(folder: Path, run_id: str) -> subprocess.Popen[bytes]:
 
 def decoders(root: int) -> list[psutil.Process]:
     """The decode processes below a process: children of its fork server."""
+    found: list[psutil.Process] = []
     try:
         below = psutil.Process(root).children(recursive=True)
-        servers = [each for each in below if "fork_server" in " ".join(each.cmdline())]
-        return [child for server in servers for child in server.children()]
     except psutil.NoSuchProcess:
         return []
+    for each in below:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "fork_server" in " ".join(each.cmdline()):
+                found += each.children()
+    return found
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -92,11 +96,15 @@ def faults(kills: int, stops: int, seed: int, records: int = RECORDS) -> str:
         disturbed = train(folder, "disturbed")
         done = 0
         for number in wanted:
-            if not until(lambda: len(decoders(disturbed.pid)) == 3, 60):
-                break
-            victim = chance.choice(decoders(disturbed.pid) or [psutil.Process()])
-            if victim.pid == os.getpid():
+            present: list[psutil.Process] = []
+
+            def all_run(present: list[psutil.Process] = present) -> bool:
+                present[:] = decoders(disturbed.pid)
+                return len(present) == 3
+
+            if not until(all_run, 60):
                 break  # the run has ended
+            victim = chance.choice(present)
             time.sleep(chance.uniform(0, 0.2))
             with suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
