@@ -79,6 +79,14 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def has_not_ended(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended may wait for its new parent to ask for it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def losses(folder: Path, run_id: str) -> list[float]:
     return [e["loss"] for e in events(folder / "runs" / run_id, 0) if e["event"] == "loss"]
 
@@ -142,6 +150,7 @@ def orphans(times: int) -> str:
                 limit = 2 if role == "trainer" else 60  # workers continue without a supervisor
                 _, left = psutil.wait_procs(below, timeout=limit)
                 run.wait(60)
+                left = [process for process in left if has_not_ended(process)]
                 if left:
                     return f"{role} {number}: {left} after {time.monotonic() - begun:.1f} s"
             print(f"{number + 1} of {times}", flush=True)
