@@ -92,7 +92,7 @@ def records_of(batch: int, count: int, size: int) -> np.ndarray[tuple[int], np.d
 def decode_pool(folder: Path, workers: int) -> Iterator[Callable[[int], Iterator[Tensor]]]:
     """Open Paceline's decode processes; give a function that yields batches of bytes for ever."""
     maker = sample_maker(folder)
-    pool = DecodePool(workers, CPU)
+    pool = DecodePool(workers)
     number = pool.add(maker)
 
     def batches(count: int) -> Iterator[Tensor]:

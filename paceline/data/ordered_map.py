@@ -1,20 +1,28 @@
-"""Run a function over many items in threads, and hand out its results in the items' order.
-
-Reading files, decoding and encoding release the interpreter's lock, so threads use all cores; and
-they end with their process, however that ends. Memory is bounded by a window of items in flight:
+"""Run a function over many items in decode processes, and hand out its results in their order.
 
     items     … 9 8 | 7 6 5 4 | 3 2 1 0 …     results
-          not taken | in flight | handed out
+          not begun | in rooms | handed out
+
+A thread of this process begins at once, while the processes start; few items need no others. Memory
+is bounded by the rooms in flight.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.order import Indices
+from paceline.data.source import Pixels
+from paceline.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -22,7 +30,46 @@ Result = TypeVar("Result")
 Meter = Callable[[int, int], None]
 """Receives the progress of a long job: (done, total)."""
 
-_IN_FLIGHT = 4  # items a thread: enough that a slow item doesn't make the others idle
+_FEW = 200  # items that one thread has made before a process would have begun
+_ROOM = 16  # items a worker, in all rooms of which
+_ROOMS = 3
+_LONGEST = 2**26  # bytes of a result in a room, where only what is written takes memory
+_LENGTH = 8  # bytes before a result
+_LIMIT_S = 600.0  # for a room's items
+
+
+@dataclass(frozen=True)
+class _ItemMaker:
+    """Writes results, pickled for this very program, after their length; 0: one is too long."""
+
+    function: Callable[[Any], Any]
+    items: Sequence[Any]
+    pinned: ClassVar[bool] = False
+    sample_bytes: ClassVar[int] = _LENGTH + _LONGEST
+
+    def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
+        return [[]] * len(records)
+
+    def write(self, index: int, numbers: list[float], out: Pixels) -> int:
+        result = pickle.dumps(self.function(self.items[index]), pickle.HIGHEST_PROTOCOL)
+        fits = len(result) <= _LONGEST
+        out[:_LENGTH].view(np.int64)[0] = len(result) if fits else 0
+        if fits:
+            out[_LENGTH : _LENGTH + len(result)] = np.frombuffer(result, np.uint8)
+        return 0
+
+    def read(self, index: int, out: Pixels) -> Any:
+        """Return a result."""
+        length = int(out[:_LENGTH].view(np.int64)[0])
+        if not length:
+            return self.function(self.items[index])
+        return pickle.loads(out[_LENGTH : _LENGTH + length].data)
+
+    def name(self, index: int) -> str:
+        return f"item {index} ({self.items[index]})"
+
+    def close(self) -> None:
+        """Close nothing: a process's end does."""
 
 
 def ordered_map(
@@ -33,20 +80,39 @@ def ordered_map(
     `close()` it to stop early: items that haven't begun are dropped.
 
     Args:
-        function: is called in several threads at once; what it raises is raised here.
+        function: can be pickled, and so can the items and its results.
         items: its arguments.
-        workers: number of threads; 0 is one a core.
+        workers: number of decode processes and threads; 0 is one a core.
         meter: is called after each result has been dealt with.
+
+    Raises:
+        DataError: the function has raised an error, or ended its process again and again, or a disk
+            doesn't respond.
     """
-    threads = workers or len(os.sched_getaffinity(0))
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="paceline-images")
-    window: deque[Future[Result]] = deque()
-    ahead = iter(items)
+    workers = workers or len(os.sched_getaffinity(0))
+    processes = workers - 1 if len(items) >= _FEW else 0
+    maker = _ItemMaker(function, items)
+    pool = DecodePool(processes, thread=True)
+    number = pool.add(maker)
+    size = _ROOM * workers // _ROOMS + 1
+    rooms = (np.arange(at, min(at + size, len(items))) for at in range(0, len(items), size))
+    begun = deque(pool.begin(number, 0, records) for records in islice(rooms, _ROOMS))
+    done = 0
     try:
-        for done in range(1, len(items) + 1):
-            for item in islice(ahead, _IN_FLIGHT * threads - len(window)):
-                window.append(pool.submit(function, item))
-            yield window.popleft().result()
-            meter(done, len(items))
+        while begun:
+            work = begun.popleft()
+            if not pool.wait([work], _LIMIT_S):
+                raise DataError(
+                    f"{maker.name(int(work.records[0]))}, or one soon after it, wasn't read within "
+                    f"{_LIMIT_S:g} s: the disk or network doesn't respond."
+                )
+            for at, record in enumerate(work.records.tolist()):
+                if record in work.bad:
+                    raise work.bad[record]
+                yield maker.read(record, work.room.samples[at])
+                done += 1
+                meter(done, len(items))
+            pool.release(work)
+            begun.extend(pool.begin(number, 0, records) for records in islice(rooms, 1))
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()

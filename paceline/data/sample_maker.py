@@ -79,6 +79,14 @@ class SampleMaker:
         plan = partial(self.transform.view, numbers=numbers)
         decode(image, plan, pixels, fill=self.fill, name=partial(self.source.name, index))
 
+    def name(self, index: int) -> str:
+        """Name a record."""
+        return self.source.name(index)
+
+    def close(self) -> None:
+        """Close the source."""
+        self.source.close()
+
     def read(self, index: int) -> Record:
         """Read a record whose label is in range.
 

@@ -71,7 +71,7 @@ class Decoding:
             workers = min(limit, 1)  # which reads as fast as a GPU decodes
         self.pool = DecodePool(
             workers,
-            device,
+            cuda=device.type == "cuda",
             limit=limit,
             note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
         )

@@ -24,7 +24,6 @@ from paceline.errors import DataError
 from tests.harness.data.databases import key, write_leveldb, write_lmdb, write_minidb
 from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.loading import (
-    CPU,
     RICH,
     ListSource,
     RankLoader,
@@ -117,7 +116,7 @@ def test_processes_make_the_bits_of_the_training_process(workers: int) -> None:
 
 
 def test_training_and_evaluation_share_the_processes() -> None:
-    pool = DecodePool(2, CPU)
+    pool = DecodePool(2)
     source, order = ListSource(numbered(40)), Order(size=40, batch_size=8, shuffle=False)
     train, test = (DatabaseLoader(order, host_batches(pool, source)) for _ in range(2))
     try:

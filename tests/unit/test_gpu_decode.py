@@ -107,7 +107,7 @@ def _make(
 @contextmanager
 def _room(maker: FileMaker, records: Indices) -> Iterator[tuple[Room, dict[int, DataError]]]:
     """What a decode process makes of records, and what is wrong with them."""
-    ring = Ring(CPU)
+    ring = Ring(cuda=False)
     room = ring.take(len(records), maker.sample_bytes, pinned=maker.pinned)
     room.samples[:, :HEADER] = 7  # of an earlier batch
     room.records[:] = records
@@ -402,7 +402,7 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
     transform = Transform(augment="caffe2", image_size=8, scale=10, seed=3)
     order = Order(size=24, batch_size=8, shuffle=False)
     shares = [(5, 3), (8, 0), (3, 5), (0, 8), (4, 4)]
-    pool, thread, present = DecodePool(0, CPU), DecodeThread(), DecodeDevice("cpu")
+    pool, thread, present = DecodePool(0), DecodeThread(), DecodeDevice("cpu")
     try:
         cpu = host_batches(pool, source, transform, mean=MEAN, std=STD)
         maker = SampleMaker(

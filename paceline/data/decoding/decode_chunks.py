@@ -112,6 +112,6 @@ def _make(
         except DataError as error:
             bad.append(BadRecord(chunk.serial, record, str(error)))
         except Exception as error:
-            text = f"{maker.source.name(record)} can't be decoded: {error!r}."
+            text = f"{maker.name(record)} can't be decoded: {error!r}."
             bad.append(BadRecord(chunk.serial, record, text))
     return bad

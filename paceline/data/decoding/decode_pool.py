@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
 from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
 from paceline.data.decoding.maker import Maker
@@ -73,8 +71,9 @@ class DecodePool:
     Args:
         workers: number of decode processes; 0: a thread of this process decodes; None: a measured
             number (`WorkerCount`).
-        device: device to which batches go.
+        cuda: whether batches go to a GPU.
         limit: number of decode processes for which there are cores.
+        thread: whether a thread of this process decodes beside decode processes.
         note: called with sentences for the user.
         stopped_after: seconds that one chunk may take, while others are finished.
     """
@@ -82,26 +81,28 @@ class DecodePool:
     def __init__(
         self,
         workers: int | None,
-        device: torch.device,
         *,
+        cuda: bool = False,
         limit: int = 0,
+        thread: bool = False,
         note: Callable[[str], object] = lambda text: None,
         stopped_after: float = _STOPPED_S,
     ) -> None:
         self.workers = workers or 0
         self._limit = limit
+        self._with_thread = thread or not workers
         self._count = WorkerCount(limit) if workers is None else None
         self._before = NOTHING_MADE  # the present epoch
         self._note = note
         self._stopped_after = stopped_after
-        self._device = device
+        self._cuda = cuda
         self._makers: list[Maker] = []
         self._closed = False
         self._serial = 0
         self._works: dict[int, Work] = {}  # by serial number
         self._dropped: list[Work] = []  # whose chunks in work haven't ended
         self._queue = ChunkQueue.create()
-        self._ring = Ring(device)
+        self._ring = Ring(cuda=cuda)
         self._reports, self._reported = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reported.setblocking(False)
         self._thread: threading.Thread | None = None
@@ -201,7 +202,7 @@ class DecodePool:
         if self.workers < self._limit:
             return f"use --decode_workers {self._limit}; {self.workers} are decoding now."
         cores = "no core is left for more decode processes"
-        if self._device.type == "cuda":
+        if self._cuda:
             return f"{cores}; use --decode_device auto to decode on the GPU."
         return f"{cores}; store smaller images with paceline db create --resize."
 
@@ -228,6 +229,7 @@ class DecodePool:
     def _start(self) -> None:
         if self.workers:
             self._grow(self.workers)
+        if not self._with_thread:
             return
         self._thread = threading.Thread(
             target=decode_chunks,
@@ -245,7 +247,7 @@ class DecodePool:
             self._server = self._new_server()
         for worker in range(running + 1, workers + 1):
             self._start_process(self._server, worker)
-        if self._thread is not None and self._device.type == "cuda":
+        if self._thread is not None and self._cuda:
             # It would contend with the step for the interpreter's lock.
             self._queue.retire(_THREAD)
 
@@ -328,7 +330,7 @@ class DecodePool:
         if self._deaths[maker, record] >= _DEATHS:
             raise DataError(
                 f"{_DEATHS} decode processes have died while they decoded "
-                f"{self._makers[maker].source.name(record)}; the last one {ended}. Its image takes "
+                f"{self._makers[maker].name(record)}; the last one {ended}. Its image takes "
                 "too much memory, or the decoder fails: remove this record from the database."
             )
 

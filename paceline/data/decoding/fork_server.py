@@ -23,8 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paceline.data.decoding.chunk_queue import ChunkQueue
 from paceline.data.decoding.decode_chunks import decode_chunks
 from paceline.data.decoding.maker import Maker
@@ -72,9 +70,10 @@ def main(requests: int, setup: int) -> None:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
     with open(setup, "rb") as file:
         made = pickle.load(file)
+    if "torch" in sys.modules:  # the makers use it
+        sys.modules["torch"].set_num_threads(1)
     serve(socket.socket(fileno=requests), made)
 
 
@@ -128,7 +127,7 @@ def _child(
             setup.makers,
         )
         for maker in setup.makers:
-            maker.source.close()
+            maker.close()
         status = 0
     except BaseException as error:
         print(f"paceline: a decode process ends: {error!r}", file=sys.stderr, flush=True)

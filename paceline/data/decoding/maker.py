@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Protocol
 
 from paceline.data.order import Indices
-from paceline.data.source import Pixels, Source
+from paceline.data.source import Pixels
 
 
 class Maker(Protocol):
     """Protocol of what makes samples from records; it is pickled for the decode processes.
 
     Attributes:
-        source: the records.
         sample_bytes: bytes of a sample, at most.
         pinned: whether samples are copied to the device as they are.
     """
 
-    @property
-    def source(self) -> Source: ...
     @property
     def sample_bytes(self) -> int: ...
     @property
@@ -33,3 +30,9 @@ class Maker(Protocol):
         Raises:
             DataError: the record gives no sample.
         """
+
+    def name(self, index: int) -> str:
+        """Name a record, for errors."""
+
+    def close(self) -> None:
+        """Close the records' database, in a decode process that ends."""

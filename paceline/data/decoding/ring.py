@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from paceline.data.order import Indices
 from paceline.data.source import Pixels
@@ -68,12 +67,12 @@ class Ring:
     """Ring of rooms in the process that fills them with work.
 
     Args:
-        device: device to which batches go; rooms are pinned for CUDA.
+        cuda: whether batches go to a GPU; those rooms are pinned.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, *, cuda: bool) -> None:
         self.descriptor = os.memfd_create("paceline-batches", os.MFD_CLOEXEC)
-        self._device = device
+        self._cuda = cuda
         self._end = 0
         self._free: list[_Memory] = []
         self._used: dict[int, _Memory] = {}  # by offset
@@ -95,7 +94,7 @@ class Ring:
                 self._uploading.remove((event, offset))
                 self._add_free(self._used.pop(offset))
         size = _room_bytes(count, sample_bytes)
-        registered = pinned and self._device.type == "cuda"
+        registered = pinned and self._cuda
         fitting = [
             memory
             for memory in self._free
@@ -143,7 +142,7 @@ class Ring:
             raise MemoryError(f"a batch tried to allocate {size} bytes") from error
         made = _Memory(memory, self._end, size, registered)
         if made.registered:
-            _check(torch.cuda.cudart().cudaHostRegister(made.address, size, 0))
+            _check(_cudart().cudaHostRegister(made.address, size, 0))
         self._end += size
         return made
 
@@ -157,7 +156,7 @@ class Ring:
         for memory in released:
             self._free.remove(memory)
             if memory.registered:
-                _check(torch.cuda.cudart().cudaHostUnregister(memory.address))
+                _check(_cudart().cudaHostUnregister(memory.address))
             # Arrays may still refer to the mapping, which ends with the last of them.
             memory.map.madvise(mmap.MADV_REMOVE)
 
@@ -188,6 +187,13 @@ class MappedRooms:
 def _room_bytes(count: int, sample_bytes: int) -> int:
     """Return the bytes of a room, in whole pages."""
     return -(-count * (16 + sample_bytes) // _PAGE) * _PAGE
+
+
+def _cudart() -> Any:
+    """Return CUDA's runtime; torch is there where a device is."""
+    import torch
+
+    return torch.cuda.cudart()
 
 
 def _check(status: Any) -> None:

@@ -20,7 +20,7 @@ from paceline.data.gpu_decode.plan import FIELDS, plan_of
 from paceline.data.image.jpeg import jpeg_orientation
 from paceline.data.order import Indices
 from paceline.data.sample_maker import SampleMaker
-from paceline.data.source import Pixels, Source
+from paceline.data.source import Pixels
 
 NOTHING, FILE, SAMPLE = range(3)
 KIND, LENGTH, HEIGHT, WIDTH = range(4)  # cells of a header, before the plan
@@ -43,14 +43,17 @@ class FileMaker:
     pinned: ClassVar[bool] = False
 
     @property
-    def source(self) -> Source:
-        """The records."""
-        return self.maker.source
-
-    @property
     def sample_bytes(self) -> int:
         """Count the bytes for header and file, or sample."""
         return HEADER + max(_LONGEST, -(-self.maker.sample_bytes // 8) * 8)
+
+    def name(self, index: int) -> str:
+        """Name a record."""
+        return self.maker.name(index)
+
+    def close(self) -> None:
+        """Close the records' source."""
+        self.maker.close()
 
     def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
         """Draw the random numbers of the samples of (n,) records."""

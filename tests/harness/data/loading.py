@@ -139,7 +139,7 @@ def loader_of(
 ) -> Iterator[RankLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
     transform = options.pop("transform", PLAIN)
-    pool = DecodePool(workers, CPU, note=note, stopped_after=stopped_after)
+    pool = DecodePool(workers, note=note, stopped_after=stopped_after)
     maker = host_batches(
         pool,
         source,
