@@ -230,7 +230,6 @@ class GpuBatchDecoder:
             rows = [plan for _, plan in decoded]
             pinned = self._stream is not None
             plans = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned)
-            plans = plans.to(self._device, non_blocking=True)
             self._make_samples(plans, self._constants, images)
             if self._stream is not None:
                 read = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
