@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
 
+from paceline.data.gpu_decode import kernel
 from paceline.data.gpu_decode.kernel import make_samples
-from paceline.data.gpu_decode.plan import plan_of
+from paceline.data.gpu_decode.plan import TAPS, plan_of
 from paceline.data.image.augment import Box, View
 from paceline.data.image.color_jitter import Jitter
 from paceline.data.image.decode import decode
@@ -37,6 +40,14 @@ CASES: list[Case] = [
 JITTER = Jitter(brightness=1.3, contrast=0.6, saturation=1.4)
 
 
+def _row(place: int, planes: Tensor, orientation: int, view: View) -> list[int]:
+    channels, height, width = planes.shape
+    row = plan_of((height * width, width, 1), (height, width), orientation, view)
+    row[0] = place
+    row[1] += planes.data_ptr()
+    return row
+
+
 def _both(
     cases: list[Case],
     *,
@@ -54,10 +65,7 @@ def _both(
         view = View(box=box, size=size, shift=shift, flip=flip, jitter=jitter)
         image = random.integers(0, 256, (*shape, channels), dtype=np.uint8)
         planes.append(torch.from_numpy(image.transpose(2, 0, 1).copy()))
-        row = plan_of(planes[-1].stride(), shape, orientation, view)
-        row[0] = len(cases) - 1 - at
-        row[1] += planes[-1].data_ptr()
-        plans.append(row)
+        plans.append(_row(len(cases) - 1 - at, planes[-1], orientation, view))
         turned = np.ascontiguousarray(upright(image, orientation))
         plan = partial(lambda chosen, width, height: chosen, view)
         decode(turned, plan, expected[len(cases) - 1 - at], fill=fill, name=lambda: "record")
@@ -67,6 +75,45 @@ def _both(
     return ((samples - 3) * 2).permute(0, 2, 3, 1).numpy(), expected
 
 
+# Height and width of boxes: grow, stay, shrink by little, by much, in one direction, ...
+SHAPES = [(9, 23), (40, 40), (59, 43), (90, 110), (7, 400), (1200, 3), (1, 1), (40, 81)]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_batch_of_all_scales_and_orientations_is_that_of_torch_bit_for_bit(channels: int) -> None:
+    """Each image has a border, of which no pixel may count."""
+    random = np.random.default_rng(4)
+    planes, plans, expected = [], [], []
+    for place, (height, width) in enumerate(SHAPES):
+        orientation = 1 + place
+        upright_shape = height + 5, width + 3
+        shape = upright_shape if orientation < 5 else upright_shape[::-1]
+        image = random.integers(0, 256, (*shape, channels), dtype=np.uint8)
+        planes.append(torch.from_numpy(image.transpose(2, 0, 1).copy()))
+        view = View(box=(1, 2, 1 + width, 2 + height), size=40)
+        plans.append(_row(place, planes[-1], orientation, view))
+        turned = torch.from_numpy(np.ascontiguousarray(upright(image, orientation)))
+        box = turned.permute(2, 0, 1)[None, :, 2 : 2 + height, 1 : 1 + width]
+        expected.append(interpolate(box, size=(40, 40), mode="bilinear", antialias=True))
+    samples = torch.empty(len(SHAPES), channels, 40, 40)
+    unchanged = torch.tensor([[1.0], [0.0], [FILL]]).expand(3, channels).contiguous()
+    make_samples(torch.tensor(plans), unchanged, samples)
+    assert torch.equal(samples, torch.cat(expected).float())
+
+
+def test_no_source_pixel_is_beyond_the_box() -> None:
+    """What is read there would have no weight, but needn't be the process's memory."""
+    lengths = (1, 2, 9, 40, 59, 900)
+    views = [View(box=(0, 0, length, 7), size=40) for length in lengths]
+    plans = torch.tensor([plan_of((6300, 900, 1), (7, 900), 1, view) for view in views])
+    taps = plans[:, TAPS]
+    weights = torch.empty((len(plans), 2, 1 + int(taps.max()), 40), dtype=torch.int32)
+    kernel._weigh[len(plans), 2, 1](plans, weights, int(taps.max()), SIZE=40)
+    first = weights[:, :, 0]
+    assert (first.amin(dim=2) == 0).all()
+    assert (first.amax(dim=2) + taps == plans[:, 5:7]).all()
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_samples_are_those_of_the_cpu_bit_for_bit(channels: int) -> None:
     samples, expected = _both(CASES, channels=channels)
@@ -74,7 +121,7 @@ def test_samples_are_those_of_the_cpu_bit_for_bit(channels: int) -> None:
 
 
 def test_a_sample_of_several_tiles_and_planes_is_that_of_the_cpu() -> None:
-    samples, expected = _both(CASES[2:4], channels=3, size=19, memory=torch.contiguous_format)
+    samples, expected = _both(CASES[2:4], channels=3, size=35, memory=torch.contiguous_format)
     np.testing.assert_array_equal(samples, expected)
 
 

@@ -245,7 +245,7 @@ class GpuBatchDecoder:
         table = torch.from_numpy(plans)
         if self._stream is not None:
             table = table.pin_memory()
-        self._make_samples(table.to(self._device, non_blocking=True), self._constants, images)
+        self._make_samples(table, self._constants, images)
         if self._stream is not None:
             self._kept.keep(pixels, self._stream)
 

@@ -3,8 +3,9 @@
 A row of the table of plans, int64:
 
     0 place in the batch     1 address of the box's first pixel   2-4 steps of channel, row, column
-    5 6 height, width of the box       7 8 bits of the weights down, across       9 10 shift
-    11 mirror                12 13 gain, saturation       14 share of the mean grey value; in 2^-32
+    5 6 height, width of the box         7 8 bits of the weights down, across
+    9 10 most source pixels of a pixel (taps) down, across         11 12 shift         13 mirror
+    14 15 gain, saturation               16 share of the mean grey value; in 2^-32
 
 An EXIF orientation is a matter of address and steps alone: a step back mirrors, swapped steps turn.
 """
@@ -20,7 +21,8 @@ from paceline.data.image.augment import View
 from paceline.data.image.color_jitter import Jitter
 from paceline.data.image.pixels import ORIENTATION_STEPS
 
-FIELDS = 15
+FIELDS = 17
+TAPS = slice(9, 11)
 _NEUTRAL = Jitter(brightness=1, contrast=1, saturation=1)
 
 
@@ -51,20 +53,21 @@ def plan_of(
     left, top, right, bottom = view.box
     address += top * row + left * column
     box = bottom - top, right - left
-    bits = [weight_bits(length, view.size) for length in box]
+    bits, taps = zip(*(filter_shape(length, view.size) for length in box), strict=True)
     jitter = view.jitter or _NEUTRAL
     gain = jitter.brightness * jitter.contrast
     factors = gain, jitter.saturation, jitter.brightness - gain
     colors = [round(factor * 2**32) for factor in factors]
-    return [0, address, channel, row, column, *box, *bits, *view.shift, view.flip, *colors]
+    steps = channel, row, column
+    return [0, address, *steps, *box, *bits, *taps, *view.shift, view.flip, *colors]
 
 
 @lru_cache(maxsize=1 << 14)
-def weight_bits(length: int, size: int) -> int:
-    """Count the binary places of torch's weights that resize `length` pixels to `size`.
+def filter_shape(length: int, size: int) -> tuple[int, int]:
+    """Find the binary places of the weights that resize `length` pixels to `size`, and the taps.
 
-    As many as let the largest weight fit into 16 bits (ATen's UpSampleKernel.cpp,
-    `_compute_index_ranges_int16_weights`).
+    As many places as let torch's largest weight fit into 16 bits (ATen's UpSampleKernel.cpp,
+    `_compute_index_ranges_int16_weights`); taps are the most source pixels of a pixel.
     """
     scale = length / size
     radius = max(scale, 1.0)
@@ -74,4 +77,5 @@ def weight_bits(length: int, size: int) -> int:
     at = first + np.arange(2 * math.ceil(radius) + 1)
     weights = np.maximum(1 - np.abs((at - centers + 0.5) / radius), 0) * (at < end)
     largest = float((weights / weights.sum(axis=1, keepdims=True)).max())
-    return next((bits for bits in range(22) if int(0.5 + largest * (2 << bits)) >= 1 << 15), 22)
+    bits = next((bits for bits in range(22) if int(0.5 + largest * (2 << bits)) >= 1 << 15), 22)
+    return bits, int((end - first).max())
