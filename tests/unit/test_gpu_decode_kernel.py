@@ -41,7 +41,7 @@ JITTER = Jitter(brightness=1.3, contrast=0.6, saturation=1.4)
 
 
 def _row(place: int, planes: Tensor, orientation: int, view: View) -> list[int]:
-    channels, height, width = planes.shape
+    height, width = planes.shape[1:]
     row = plan_of((height * width, width, 1), (height, width), orientation, view)
     row[0] = place
     row[1] += planes.data_ptr()
