@@ -63,7 +63,7 @@ TRAINING = Size(
     workers=(8, 16),
     untimed=0.7,
     timed=1.2,
-    rest=3.0,
+    rest=4.5,
 )
 DECODING = Size(
     model="gated_pooled",
@@ -172,9 +172,13 @@ class _Runs:
             *("--num_epochs", "1000", "--checkpoint_minutes", "0"),
             *("--output_dir", str(setting.folder / "runs"), "--run_id", f"r{self._count}"),
         ]
-        untimed = size.untimed * 1.5
         return Contender(
-            command=command, batch=size.batch, untimed=untimed, cores=cores, trials=trials
+            command=command,
+            batch=size.batch,
+            untimed=size.untimed * 1.5,
+            rest=size.rest / 3 if cores else 0.0,  # one process makes two batches ahead
+            cores=cores,
+            trials=trials,
         )
 
     def by_workers(self) -> dict[str, Contender]:
