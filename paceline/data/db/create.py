@@ -1,9 +1,9 @@
 """Make a database of a folder of images.
 
-    scan → shuffle → read, check, encode (threads) → number, write → index → rename
-                     in bounded memory               in order
+    scan → shuffle → read, check, encode (processes) → number, write → index → rename
+                     in bounded memory                 in order
 
-The result is a function of the files and the settings alone, not of the number of threads. Keys
+The result is a function of the files and the settings alone, not of the number of processes. Keys
 are those of Caffe's convert_imageset, `%08d_<path>`, numbered in the order of writing, so that a
 reader from the first to the last key meets the shuffled order.
 """

@@ -30,7 +30,7 @@ from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.record_bytes import encoded_tensorprotos
 from tests.harness.processes.run_folders import events
 
-RECORDS = 30_000
+RECORDS = 60_000
 COMMAND = (sys.executable, "-m", "paceline.cli.main")
 FLAGS = (
     *("train", "--train_data", "data", "--model", "resnet20", "--image_size", "64"),
