@@ -36,7 +36,9 @@ from paceline.data.db.formats.messages import (
     Datum,
     TensorProtos,
 )
+from paceline.data.db.formats.other_values import name_of
 from paceline.data.image.formats import IMAGE_MAGIC, MAGIC_OF_JPEG_OR_PNG
+from paceline.data.image.unread_formats import unread_by_content
 from paceline.data.source import Pixels, Record
 
 Values = npt.NDArray[Any]
@@ -102,6 +104,13 @@ def _parse(value: bytes) -> tuple[Any, RecordFormat]:
     except DecodeError:
         is_datum = False
     if is_tensors == is_datum:
+        other = name_of(value)
+        if other is not None:
+            raise UnfitRecord(
+                f"it is neither a TensorProtos nor a Datum record but {other}: write the database "
+                "again with records alone; if others are sound, `paceline db convert` with "
+                "--skip_damaged copies those."
+            )
         raise UnfitRecord(
             f"its {len(value)} bytes are neither a TensorProtos nor a Datum record: the record is "
             "damaged, or this is not an image database; create it again."
@@ -164,6 +173,12 @@ def _datum(image: bytes | Pixels, label: int) -> Any:
 
 
 def _encoded(data: bytes) -> bytes:
+    kind = unread_by_content(data)
+    if kind is not None:
+        raise UnfitRecord(
+            f"its image is of the kind {kind}, which isn't decoded: create the database again with "
+            "JPEG or PNG files."
+        )
     if not data.startswith(IMAGE_MAGIC):
         raise UnfitRecord(
             f"it is marked as an encoded image but begins with {data[:8].hex(' ') or 'nothing'}, "
