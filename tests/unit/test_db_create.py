@@ -206,6 +206,60 @@ def test_damaged_images_can_be_left_out(tmp_path: Path) -> None:
     ]
 
 
+def heic(number: int) -> tuple[str, bytes]:
+    return f"{number}.heic", b"\0\0\0\x18ftypheic" + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ([("1.jpg", b""), ("2.png", b"")], r"none of its 2 files .*the first: class9/1.jpg: "),
+        ([heic(1)], r"none of its 1 file can .*class9/1.heic: it is an image of the kind HEIC"),
+        ([("a.txt", b""), ("b.md", b"")], r"none of its 2 files .*\(none is an image\)"),
+        ([("a.txt", b""), heic(2)], "none of its 2 files .*the first: class9/2.heic"),
+    ],
+)
+def test_a_class_that_loses_all_its_files_is_an_error(
+    tmp_path: Path, files: list[tuple[str, bytes]], told: str
+) -> None:
+    some_images(tmp_path / "in")
+    for name, content in files:
+        put(tmp_path / "in/class9", name, content)
+    with pytest.raises(DataError, match=f"class9: the class would have no record, because {told}"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True, shuffle_seed=None)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_of_several_lost_classes_the_first_is_named_and_the_others_counted(tmp_path: Path) -> None:
+    some_images(tmp_path / "in", classes=1)
+    for name in ("lost1", "lost2", "lost3"):
+        put(tmp_path / "in", f"{name}/1.jpg", b"")
+    with pytest.raises(DataError, match=r"lost1: .*, and 2 other classes likewise\. Repair"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+
+
+def test_a_class_whose_images_are_links_to_nothing_is_an_error(tmp_path: Path) -> None:
+    some_images(tmp_path / "in", classes=1)
+    (tmp_path / "in/dog").mkdir()
+    (tmp_path / "in/dog/1.jpg").symlink_to("/nowhere/1.jpg")
+    told = r"dog/1.jpg can't be read: No such file or directory \(a link to /nowhere/1.jpg\)\."
+    with pytest.raises(DataError, match=told):
+        create(tmp_path / "in", tmp_path / "db")
+    with pytest.raises(DataError, match="dog: the class would have no record"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+
+
+def test_a_link_to_nothing_beside_images_is_skipped_unless_it_is_named_as_one(
+    tmp_path: Path,
+) -> None:
+    some_images(tmp_path / "in", classes=1)
+    (tmp_path / "in/class0/notes.txt").symlink_to("/nowhere/notes.txt")
+    (tmp_path / "in/class0/phone.heic").symlink_to("/nowhere/phone.heic")
+    created = create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+    assert created.skipped == 1
+    assert [line.partition(":")[0] for line in created.damaged] == ["class0/phone.heic"]
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     some_images(tmp_path / "in")
     put(tmp_path, "full/thing", b"precious")

@@ -96,9 +96,8 @@ def eight_bit_grey(image: Image.Image, depth: Depth, value_range: ValueRange | N
             remedy="Give --value_range LOW HIGH, the values of black and white in all images",
         )
     black, white = value_range or (0, depth.white or 0)
-    # 256 steps of equal width; an integer's value has a width of 1.
-    width = white - black + np.issubdtype(values.dtype, np.integer)
-    levels = np.floor((values.astype(np.float64) - black) * (256 / width)).clip(0, 255)
+    # 256 steps of equal width: of 16 bits the higher byte, as Pillow reads colours.
+    levels = np.floor((values.astype(np.float64) - black) * 256 / (white - black)).clip(0, 255)
     if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         levels = 255 - levels
     return Image.fromarray(levels.astype(np.uint8))

@@ -24,10 +24,9 @@ def name_of(value: bytes) -> str | None:
         return "a bare image file, which has no label"
     if value.startswith(_PICKLE) and value.endswith(b"."):
         return _pickled(value)
-    text = value.strip()
-    if text.isdigit():
-        return f"the number {text.decode()}{_COUNT}"
-    if text[:1] + text[-1:] in (b"{}", b"[]"):
+    if value.isdigit():
+        return f"the number {value.decode()}{_COUNT}"
+    if value[:1] + value[-1:] in (b"{}", b"[]"):
         return "JSON text"
     return None
 

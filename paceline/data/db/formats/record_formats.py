@@ -62,8 +62,18 @@ def decode_record(
     Raises:
         UnfitRecord: the record is damaged, of neither format, or not of the expected one.
     """
-    message, found = _parse(value)
-    record = _record_of_datum(message) if found == "datum" else _record_of_tensorprotos(message)
+    try:
+        message, found = _parse(value)
+        record = _record_of_datum(message) if found == "datum" else _record_of_tensorprotos(message)
+    except UnfitRecord as error:
+        other = name_of(value)  # digits, too, can be parsed as a Datum
+        if other is None:
+            raise
+        raise UnfitRecord(
+            f"it is neither a TensorProtos nor a Datum record but {other}: write the database "
+            "again with records alone; if others are sound, `paceline db convert` with "
+            "--skip_damaged copies those."
+        ) from error
     if expected is not None and found != expected:
         raise UnfitRecord(
             f"it is a {_NAMES[found]} in a database of {_NAMES[expected]} records, but a database "
@@ -104,13 +114,6 @@ def _parse(value: bytes) -> tuple[Any, RecordFormat]:
     except DecodeError:
         is_datum = False
     if is_tensors == is_datum:
-        other = name_of(value)
-        if other is not None:
-            raise UnfitRecord(
-                f"it is neither a TensorProtos nor a Datum record but {other}: write the database "
-                "again with records alone; if others are sound, `paceline db convert` with "
-                "--skip_damaged copies those."
-            )
         raise UnfitRecord(
             f"its {len(value)} bytes are neither a TensorProtos nor a Datum record: the record is "
             "damaged, or this is not an image database; create it again."

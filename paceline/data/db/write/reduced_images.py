@@ -13,7 +13,7 @@ from paceline.data.image.deep_pixels import Depth, ValueRange
 from paceline.data.image.image_file import StoredForm
 from paceline.errors import DataError, many
 
-_LEAST_SHARE = 1 / 16  # of the format's range, in all images together; 12 bits of 16 have less
+_LEAST_SHARE = 0.07  # of the format's range, in all images together; 12 bits of 16 have 1/16
 
 
 @dataclass(kw_only=True)
