@@ -109,8 +109,9 @@ def _prefixes(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
 
 def _removed(state: Mapping[str, Any], prefix: str) -> str:
     """Name the parts of a file's names that the model's don't have, quoted."""
-    wrappers = ["module."] if all(name.startswith("module.") for name in state) else []
-    if any("_orig_mod." in name for name in state):
+    bare = [name.replace("_orig_mod.", "") for name in state]
+    wrappers = ["module."] if all(name.startswith("module.") for name in bare) else []
+    if bare != list(state):
         wrappers.append("_orig_mod.")
     return " and ".join(f'"{part}"' for part in (*wrappers, prefix) if part)
 

@@ -84,9 +84,6 @@ def test_named_databases_are_told_as_what_they_are(
 ) -> None:
     path = tmp_path / "db"
     environment = lmdb.open(str(path), subdir=subdir, map_size=1 << 26, max_dbs=2)
-    with closing(environment), environment.begin(write=True) as transaction:
-        pass
-    environment = lmdb.open(str(path), subdir=subdir, map_size=1 << 26, max_dbs=2)
     with closing(environment):
         named = [environment.open_db(name) for name in (b"test", b"train")]
         with environment.begin(write=True) as transaction:
