@@ -115,11 +115,13 @@ def _require_all_classes(
     name = database.classes[lost[0]]
     unread = [line for line in database.damaged if line.startswith(f"{name}/")]
     reason = f"the first: {unread[0]}" if unread else "none is an image"
+    count = files[lost[0]]
+    can = "its only file can't" if count == 1 else f"none of its {count:,} files can"
     others = f", and {many(len(lost) - 1, 'other class')} likewise" if len(lost) > 1 else ""
     raise DataError(
-        f"{config.folder / name}: the class would have no record, because none of its "
-        f"{many(files[lost[0]], 'file')} can be read as an image ({reason}){others}. Repair the "
-        "files, or move what is no class out of the folder."
+        f"{config.folder / name}: the class would have no record, because {can} be read as "
+        f"an image ({reason}){others}. Repair the files, or move what is no class out of the "
+        "folder."
     )
 
 
