@@ -130,6 +130,11 @@ NESTED = {  # a file, the name of its entry, and what else is said
         "state_dict",
         ["other weights of such a model were left out: state_dict_ema."],
     ),
+    "an average first": (
+        {"ema": AVERAGE, "model_state_dict": WEIGHTS},
+        "model_state_dict",
+        ["other weights of such a model were left out: ema."],
+    ),
     "an average alone": ({"epoch": 1, "state_dict_ema": WEIGHTS}, "state_dict_ema", []),
     "PyTorch's tutorial": (
         {"epoch": 5, "model_state_dict": WEIGHTS, "optimizer_state_dict": OPTIMIZER, "loss": 0.4},
