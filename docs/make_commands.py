@@ -107,7 +107,7 @@ def _value(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "|".join(get_args(hint))
     if get_origin(hint) is tuple:
-        return "X [X ...]"
+        return "X [X ...]" if Ellipsis in get_args(hint) else " ".join("X" for _ in get_args(hint))
     if hint in WORDS:
         return WORDS[hint]
     return "|".join(_value(kind) for kind in get_args(hint))

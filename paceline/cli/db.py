@@ -82,7 +82,7 @@ def _create(config: DbCreateConfig) -> int:
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
     records, classes = many(len(written.keys), "record"), many(len(written.classes), "class")
-    lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")]
+    lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "unreadable image")]
     used = set(written.labels)
     empty = [name for label, name in enumerate(written.classes) if label not in used]
     if empty:
@@ -95,7 +95,7 @@ def _convert(config: DbConvertConfig) -> int:
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
     what = many(len(written.keys), f"{written.format} record")
-    print(f"{config.dest}: {what}.", *_skipped(written, "record"), sep="\n")
+    print(f"{config.dest}: {what}.", *_skipped(written, "damaged record"), sep="\n")
     return 0
 
 
@@ -111,12 +111,9 @@ def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
         yield f"{written.skipped:,} files that aren't images: skipped."
-    if written.transparent:
-        images = many(written.transparent, "image")
-        have = "has" if written.transparent == 1 else "have"
-        yield (
-            f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
-        )
+    if written.circles:
+        yield "Skipped links to a folder above them: " + ", ".join(written.circles)
+    yield from written.reduced.notes()
     if written.damaged:
-        yield f"{many(len(written.damaged), f'damaged {unit}')} skipped:"
+        yield f"{many(len(written.damaged), unit)} skipped:"
         yield from (f"  {name}" for name in written.damaged)

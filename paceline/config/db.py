@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from paceline.config.rules import at_least
+from paceline.errors import ConfigError
 
 DbType = Literal["lmdb", "leveldb", "minidb"]
 RecordFormat = Literal["tensorprotos", "datum"]
@@ -43,14 +45,20 @@ class DbCreateConfig:
     """Scale each image, up or down, so that its short side has
     this many pixels. None: keep the original sizes."""
 
+    value_range: tuple[float, float] | None = None
+    """The values that become black and white in grey images of
+    more than 8 bits. None: 0, and the largest that the format
+    has room for; images whose format states none, such as TIFF
+    of 32 bits, are then refused."""
+
     shuffle_seed: int | None = 0
     """Seed of the random order in which records are written, for
     programs that read records sequentially. None: sort by class
     and file name."""
 
     skip_damaged: bool = False
-    """Skip and count damaged images instead of stopping at the
-    first one."""
+    """Skip and list images that can't be read instead of stopping
+    at the first one."""
 
     workers: int = 0
     """Threads that read, decode and encode. 0: one per core."""
@@ -59,6 +67,7 @@ class DbCreateConfig:
         at_least(self, 0, "workers")
         if self.resize is not None:
             at_least(self, 1, "resize", remedy="omit it to keep the original sizes")
+        _check_value_range(self.value_range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,12 @@ class DbConvertConfig:
     files unchanged, encode other images with quality 95.
     png: lossless. raw: decoded pixels."""
 
+    value_range: tuple[float, float] | None = None
+    """The values that become black and white in grey images of
+    more than 8 bits. None: 0, and the largest that the format
+    has room for; images whose format states none, such as TIFF
+    of 32 bits, are then refused."""
+
     skip_damaged: bool = False
     """Skip and count damaged records instead of stopping at the
     first one."""
@@ -98,6 +113,7 @@ class DbConvertConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
+        _check_value_range(self.value_range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +132,14 @@ class DbInfoConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
+
+
+def _check_value_range(value_range: tuple[float, float] | None) -> None:
+    low, high = value_range or (0, 1)
+    if not -math.inf < low < high < math.inf:
+        raise ConfigError(
+            flag="value_range",
+            value=f"{low:g} {high:g}",
+            rule="the first value, black, must be less than the second, white",
+            remedy="give two numbers, such as 0 4095",
+        )

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Indices, Order
+from paceline.data.result_queue import as_context
 from paceline.data.seeded_dataset import MapStyle, SeededDataset
 from paceline.errors import ConfigError, DataError
 
@@ -89,7 +90,7 @@ class MappedLoader:
         if num_workers:
             self._options |= {
                 "prefetch_factor": prefetch_factor,
-                "multiprocessing_context": multiprocessing_context,
+                "multiprocessing_context": as_context(multiprocessing_context),
                 "timeout": timeout,
             }
 
@@ -102,9 +103,11 @@ class MappedLoader:
         iterator, or leaving the loop that owns it, ends the worker processes.
 
         Raises:
-            DataError: a worker process ended, or took too long. What the data set itself raises
-                comes through as it is.
+            ConfigError: the data set has another length than when the loader was made.
+            DataError: a worker process ended, or took too long, or a batch can't be sent from it.
+                What the data set itself raises comes through as it is.
         """
+        self._dataset.require_length(self._order.size)
         rank_and_size, order = self._rank_and_size(), self._order
 
         def place_of(step: int) -> BatchSlice:
@@ -132,8 +135,9 @@ class MappedLoader:
             positions: (n,) positions of each batch.
 
         Raises:
-            DataError: as `epoch`.
+            ConfigError, DataError: as `epoch`.
         """
+        self._dataset.require_length(self._order.size)
         indices = self._order.epoch_indices(epoch)
         asked = ([(epoch, index) for index in indices[each].tolist()] for each in positions)
         with self._batches(asked, epoch) as batches:

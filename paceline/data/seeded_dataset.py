@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.data import splitmix
+from paceline.errors import ConfigError
 
 _TRANSFORM = 4  # a purpose beside those of the order and of made-up images
 
@@ -42,6 +43,21 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: MapStyle, seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
+
+    def require_length(self, size: int) -> None:
+        """Require the length of the order by which the data set is read.
+
+        Raises:
+            ConfigError: it is another one by now.
+        """
+        length = len(self._dataset)
+        if length != size:
+            raise ConfigError(
+                f"{type(self._dataset).__name__} has {length:,} samples, but had {size:,} when its "
+                "loader was made, which orders and divides these: keep its length while the run "
+                "lasts, or pass an IterableDataset, whose epochs may differ in length. For an "
+                "evaluation, make a new loader."
+            )
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
         """Make the samples of a batch, each with its own CPU random streams.

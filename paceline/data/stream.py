@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import default_collate
 
 from paceline.data import splitmix
 from paceline.data.map_style_loader import as_data_errors
+from paceline.data.result_queue import as_context
 
 _WORKERS, _IN_PROCESS = 6, 7  # purposes of random streams
 _TIMEOUT_S = 600.0  # the longest wait for a batch of the worker processes
@@ -61,7 +62,7 @@ class Stream:
         """
         options: dict[str, Any] = {}
         if self.num_workers:
-            options = {"multiprocessing_context": "fork", "timeout": _TIMEOUT_S}
+            options = {"multiprocessing_context": as_context("fork"), "timeout": _TIMEOUT_S}
         base = splitmix.base(self.seed, _WORKERS, epoch, rank)
         loader = DataLoader(
             self.dataset,

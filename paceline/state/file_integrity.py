@@ -19,6 +19,7 @@ import re
 import struct
 import zipfile
 import zlib
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -116,7 +117,9 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
             from safetensors.torch import load_file as load_safetensors  # an extra
 
             return load_safetensors(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        # Scripts save their parsed arguments, which run no code when they are read.
+        with torch.serialization.safe_globals([Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except CheckpointError:
         raise
     except Exception as error:  # torch's unpickler raises a dozen kinds over damage

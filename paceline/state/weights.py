@@ -1,7 +1,10 @@
 """Files of weights: plain `model.state_dict()`, written at once or not at all.
 
-    torch.save of a state dict, or of a dict that has one as "model", as a run's checkpoints do
+    torch.save of a state dict, or of a dict that has one as an entry, as checkpoints do
     safetensors, where its package is installed
+
+    {"epoch": 3, "optimizer": …, "state_dict": {"module.conv1.weight": …}}      PyTorch's examples
+    {"paceline": 1, "model": {"conv1.weight": …}, …}                            a run's checkpoint
 
 What is read never runs code: a file that holds more than tensors and plain values is refused.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +23,10 @@ from paceline.atomic_write import atomic_file
 from paceline.errors import CheckpointError, ConfigError
 from paceline.state.file_integrity import check_header, check_integrity, load_file
 from paceline.state.weights_fit import fit
+
+_RUN = "paceline"  # an entry of a run's checkpoints
+_DEEPEST = 2  # entries within entries
+_AVERAGES = ("ema", "swa", "average", "shadow", "teacher")
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
@@ -57,20 +65,50 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
     check_weights(path)
     check_integrity(path)
     state = load_file(path)
-    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
-        state = state["model"]
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+    fits = {name: fit(weights, model) for name, weights in _state_dicts(state).items()}
+    if not fits:
         raise CheckpointError(
             f"{path}: contains no named weights; give a file of a model's state_dict()."
         )
-    weights, notes, differences = fit(state, model)
-    if differences:
+    usable = sorted((name for name in fits if not fits[name].differences), key=_is_average)
+    if not usable:
+        name, nearest = max(fits.items(), key=lambda item: item[1].known)
+        entry = f" (those in its entry {name})" if name else ""
         raise ConfigError(
-            f"--load_model_path {path}: the weights belong to another model: "
-            f"{'; '.join(differences)}. Give the --model that they were trained with."
+            f"--load_model_path {path}: the weights{entry} belong to another model: "
+            f"{'; '.join(nearest.differences)}. Give the --model that they were trained with."
         )
-    model.load_state_dict(weights, strict=False)
+    name, *others = usable
+    model.load_state_dict(fits[name].weights, strict=False)
+    notes = fits[name].notes
+    if name and _RUN not in state:
+        notes = [f"its entry {name} has the weights.", *notes]
+    if others:
+        notes = [*notes, f"other weights of such a model were left out: {', '.join(others)}."]
     return tuple(f"{path}: {note}" for note in notes)
+
+
+def _state_dicts(state: Any, name: str = "", depth: int = 0) -> dict[str, Mapping[str, Any]]:
+    """Find what could be a model's weights in a file, by the name of its entry, "" for the whole.
+
+    Nested names are joined by dots.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        return {}
+    if not name and _RUN in state and isinstance(state.get("model"), Mapping):
+        return {"model": state["model"]}
+    found = {}
+    if any(isinstance(value, torch.Tensor) for value in state.values()):
+        found[name] = state
+    if depth < _DEEPEST:
+        for key, value in state.items():
+            found |= _state_dicts(value, f"{name}.{key}".lstrip("."), depth + 1)
+    return found
+
+
+def _is_average(name: str) -> bool:
+    """Return whether an entry has an average of the weights of several steps, by its name."""
+    return any(word in name.lower() for word in _AVERAGES)
 
 
 def check_weights(path: Path) -> None:

@@ -41,7 +41,7 @@ AT_ONCE = {
     ),
     "a file": Bad(
         command=WORDS + "own.py",
-        message="own.py is a file, but lmdb databases are folders: give the folder's path, or "
+        message="own.py is a file, and not one of an LMDB: give the path of the lmdb database, or "
         "--db_type minidb if the file is a minidb.",
     ),
     "a folder of images": Bad(

@@ -111,6 +111,26 @@ def test_drop_last_leaves_out_the_short_batch_of_each_epoch(
     assert "in 8 steps, all committed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_data_set_whose_length_changes_between_epochs_is_refused(train: bool) -> None:
+    with paceline.join() as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        data = list(samples())
+        loader = paceline.loader(data, BATCH, world, train=train)
+        for x, y in loader:
+            if train:
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+        data.append(data[0])
+        with pytest.raises(ConfigError, match="list has 51 samples, but had 50 when its loader"):
+            next(iter(loader))
+        if not train:
+            assert len(paceline.loader(data, 51, world, train=False)) == 1
+
+
 def test_drop_last_of_less_than_a_batch() -> None:
     with (
         paceline.join() as world,

@@ -7,6 +7,7 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbType, Encoding, RecordFormat
@@ -18,7 +19,7 @@ from paceline.data.db.write.new_database import NewDatabase
 from paceline.data.image.image_file import check_image
 from paceline.errors import ConfigError, DataError
 from tests.harness.data.databases import ENGINES, RECORDS, check_records, items, key, labels
-from tests.harness.data.image_folder import file_of, ramp, some_images
+from tests.harness.data.image_folder import file_of, put, ramp, some_images
 from tests.harness.data.record_bytes import encoded_tensorprotos
 
 
@@ -145,6 +146,26 @@ def test_a_damaged_record_ends_it_with_its_key_and_leaves_nothing(
     with pytest.raises(DataError, match=r'"00000001_.*damaged has a damaged .*--skip_damaged'):
         convert(damaged, tmp_path / "new", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_label_that_loses_all_its_records_is_an_error(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+    images = [file_of(np.roll(noise, shift), "JPEG") for shift in range(3)]
+    for name, image in zip(("ant", "bee", "cat"), images, strict=True):
+        put(tmp_path / "in", f"{name}/1.jpg", image)
+    old = tmp_path / "old"
+    create_database(
+        DbCreateConfig(folder=tmp_path / "in", dest=old, db_type="minidb", shuffle_seed=None),
+        silent,
+    )
+    content = (old / "data.minidb").read_bytes()
+    damaged = content.replace(images[1], bytes(len(images[1])))  # the index with labels still fits
+    (old / "data.minidb").write_bytes(damaged)
+    with pytest.raises(
+        DataError, match=r"all records of label 1 \(bee\) are damaged, .*: record .*bee/1\.jpg"
+    ):
+        convert(old, tmp_path / "new", skip_damaged=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_damaged_records_can_be_left_out(damaged: Path, tmp_path: Path) -> None:

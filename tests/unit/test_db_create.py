@@ -71,7 +71,7 @@ def test_what_was_written_is_read(
         shuffle_seed=None,
     )
     assert (created.labels, created.format) == ([0, 1, 1, 2], record_format)
-    assert (created.classes, created.transparent) == (("ant", "bee", "cat"), 1)
+    assert (created.classes, created.reduced.transparent) == (("ant", "bee", "cat"), 1)
     assert (created.skipped, created.damaged) == (0, [])
     read = records(db, db_type)
     assert [r.label for r in read] == [0, 1, 1, 2]
@@ -169,7 +169,7 @@ def test_only_transparency_that_is_seen_is_counted(tmp_path: Path) -> None:
     for name, alpha in (("clear", 100), ("opaque", 255)):
         image = np.dstack([ramp(8, 8), np.full((8, 8), alpha, np.uint8)])
         put(tmp_path / "in", f"a/{name}.png", file_of(image, "PNG"))
-    assert create(tmp_path / "in", tmp_path / "db").transparent == 1
+    assert create(tmp_path / "in", tmp_path / "db").reduced.transparent == 1
 
 
 @pytest.mark.parametrize("encoding", ["png", "raw"])
@@ -177,7 +177,7 @@ def test_a_transparent_colour_of_a_png_is_counted(tmp_path: Path, encoding: Enco
     file = io.BytesIO()
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file, "PNG", transparency=(0, 0, 0))
     put(tmp_path / "in", "a/1.png", file.getvalue())
-    assert create(tmp_path / "in", tmp_path / "db", encoding=encoding).transparent == 1
+    assert create(tmp_path / "in", tmp_path / "db", encoding=encoding).reduced.transparent == 1
 
 
 def test_an_image_of_too_many_pixels_is_named(tmp_path: Path) -> None:
@@ -200,7 +200,64 @@ def test_damaged_images_can_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "in/class2/0.jpg").write_bytes(b"<html>not found</html>")
     created = create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
     assert len(created.keys) == 13
-    assert sorted(created.damaged) == ["class1/2.jpg", "class2/0.jpg"]
+    assert [line.partition(": ")[0] for line in sorted(created.damaged)] == [
+        "class1/2.jpg",
+        "class2/0.jpg",
+    ]
+
+
+def heic(number: int) -> tuple[str, bytes]:
+    return f"{number}.heic", b"\0\0\0\x18ftypheic" + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ([("1.jpg", b""), ("2.png", b"")], r"none of its 2 files .*the first: class9/1.jpg: "),
+        ([heic(1)], r"its only file can't .*class9/1.heic: it is an image of the kind HEIC"),
+        ([("a.txt", b""), ("b.md", b"")], r"none of its 2 files .*\(none is an image\)"),
+        ([("a.txt", b""), heic(2)], "none of its 2 files .*the first: class9/2.heic"),
+    ],
+)
+def test_a_class_that_loses_all_its_files_is_an_error(
+    tmp_path: Path, files: list[tuple[str, bytes]], told: str
+) -> None:
+    some_images(tmp_path / "in")
+    for name, content in files:
+        put(tmp_path / "in/class9", name, content)
+    with pytest.raises(DataError, match=f"class9: the class would have no record, because {told}"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True, shuffle_seed=None)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_of_several_lost_classes_the_first_is_named_and_the_others_counted(tmp_path: Path) -> None:
+    some_images(tmp_path / "in", classes=1)
+    for name in ("lost1", "lost2", "lost3"):
+        put(tmp_path / "in", f"{name}/1.jpg", b"")
+    with pytest.raises(DataError, match=r"lost1: .*, and 2 other classes likewise\. Repair"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+
+
+def test_a_class_whose_images_are_links_to_nothing_is_an_error(tmp_path: Path) -> None:
+    some_images(tmp_path / "in", classes=1)
+    (tmp_path / "in/dog").mkdir()
+    (tmp_path / "in/dog/1.jpg").symlink_to("/nowhere/1.jpg")
+    told = r"dog/1.jpg can't be read: No such file or directory \(a link to /nowhere/1.jpg\)\."
+    with pytest.raises(DataError, match=told):
+        create(tmp_path / "in", tmp_path / "db")
+    with pytest.raises(DataError, match="dog: the class would have no record"):
+        create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+
+
+def test_a_link_to_nothing_beside_images_is_skipped_unless_it_is_named_as_one(
+    tmp_path: Path,
+) -> None:
+    some_images(tmp_path / "in", classes=1)
+    (tmp_path / "in/class0/notes.txt").symlink_to("/nowhere/notes.txt")
+    (tmp_path / "in/class0/phone.heic").symlink_to("/nowhere/phone.heic")
+    created = create(tmp_path / "in", tmp_path / "db", skip_damaged=True)
+    assert created.skipped == 1
+    assert [line.partition(":")[0] for line in created.damaged] == ["class0/phone.heic"]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data.db.class_folders import Candidate, scan, shuffled
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from tests.harness.data.image_folder import put
 
 
@@ -42,7 +42,7 @@ def test_hidden_names_files_beside_the_classes_and_linked_circles_are_skipped(
     found = scan(tmp_path)
     assert found.classes == ("a",)
     assert [c.name for c in found.candidates] == ["a/1.jpg"]
-    assert found.skipped == 4
+    assert (found.skipped, found.circles) == (3, ("a/again",))
 
 
 def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
@@ -52,6 +52,95 @@ def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
     (tmp_path / "all/dog").mkdir()
     (tmp_path / "all/dog/2.jpg").symlink_to(tmp_path / "elsewhere/cats/1.jpg")
     assert [c.name for c in scan(tmp_path / "all").candidates] == ["cat/1.jpg", "dog/2.jpg"]
+
+
+def test_links_to_folders_and_files_are_followed_at_any_depth(tmp_path: Path) -> None:
+    put(tmp_path, "disk/cats/old/1.jpg", b"")
+    put(tmp_path, "disk/2.jpg", b"")
+    put(tmp_path, "all/cat/more/3.jpg", b"")
+    (tmp_path / "all/cat/disk").symlink_to(tmp_path / "disk/cats")
+    (tmp_path / "all/cat/more/2.jpg").symlink_to("../../../disk/2.jpg")
+    (tmp_path / "all/cat/more/chain").symlink_to("../disk")
+    found = scan(tmp_path / "all")
+    assert [c.name for c in found.candidates] == [
+        "cat/disk/old/1.jpg",
+        "cat/more/2.jpg",
+        "cat/more/3.jpg",
+        "cat/more/chain/old/1.jpg",
+    ]
+    assert (found.skipped, found.circles) == (0, ())
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../../cat", "../../../.."])
+def test_a_link_in_a_circle_is_left_out_and_named(tmp_path: Path, target: str) -> None:
+    put(tmp_path, "all/cat/sub/1.jpg", b"")
+    (tmp_path / "all/cat/sub/round").symlink_to(target)
+    found = scan(tmp_path / "all")
+    assert [c.name for c in found.candidates] == ["cat/sub/1.jpg"]
+    assert (found.classes, found.circles) == (("cat",), ("cat/sub/round",))
+
+
+def test_links_from_two_classes_to_each_other_end(tmp_path: Path) -> None:
+    for one, other in (("cat", "dog"), ("dog", "cat")):
+        put(tmp_path, f"{one}/1.jpg", b"")
+        (tmp_path / one / "other").symlink_to(tmp_path / other)
+    found = scan(tmp_path)
+    assert [c.name for c in found.candidates if c.label == 0] == ["cat/1.jpg", "cat/other/1.jpg"]
+    assert found.circles == ("cat/other/other", "dog/other/other")
+
+
+@pytest.mark.parametrize("target", [".", "..", "cat/.."])
+def test_a_link_to_all_classes_is_no_class(tmp_path: Path, target: str) -> None:
+    put(tmp_path, "all/cat/1.jpg", b"")
+    (tmp_path / "all/everything").symlink_to(target)
+    found = scan(tmp_path / "all")
+    assert (found.classes, found.circles) == (("cat",), ("everything",))
+
+
+@pytest.mark.parametrize("target", ["/nowhere/dogs", "dog"])  # not mounted; itself
+def test_a_class_that_is_a_link_to_nothing_is_an_error(tmp_path: Path, target: str) -> None:
+    put(tmp_path, "cat/1.jpg", b"")
+    (tmp_path / "dog").symlink_to(target)
+    with pytest.raises(DataError, match=f"dog is a link to {target}, which isn't there: mount"):
+        scan(tmp_path)
+
+
+def test_an_image_that_is_a_link_to_nothing_or_itself_is_a_candidate(tmp_path: Path) -> None:
+    put(tmp_path, "cat/1.jpg", b"")
+    (tmp_path / "cat/2.jpg").symlink_to("/nowhere/2.jpg")
+    (tmp_path / "cat/3.jpg").symlink_to("3.jpg")
+    assert [c.name for c in scan(tmp_path).candidates] == ["cat/1.jpg", "cat/2.jpg", "cat/3.jpg"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "__MACOSX",
+        "@eaDir",
+        ".ipynb_checkpoints",
+        ".DS_Store",
+        "Thumbs.db",
+        "THUMBS.DB",
+        "desktop.ini",
+        "#recycle",
+        "@Recycle",
+        "$RECYCLE.BIN",
+        "lost+found",
+        "__pycache__",
+        ".@__thumb",
+    ],
+)
+def test_what_desktops_archives_and_disks_leave_behind_is_no_class_and_no_image(
+    tmp_path: Path, name: str
+) -> None:
+    put(tmp_path, "cat/1.jpg", b"")
+    put(tmp_path, f"{name}/cat/1.jpg", b"\xff\xd8\xff")
+    put(tmp_path, f"cat/{name}/1.jpg/SYNOPHOTO_THUMB_M.jpg", b"\xff\xd8\xff")
+    put(tmp_path, f"cat/old/{name}", b"\xff\xd8\xff")
+    found = scan(tmp_path)
+    assert found.classes == ("cat",)
+    assert [c.name for c in found.candidates] == ["cat/1.jpg"]
+    assert found.skipped == 3
 
 
 @pytest.mark.parametrize(

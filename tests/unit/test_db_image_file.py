@@ -10,7 +10,7 @@ import simplejpeg
 from PIL import Image
 
 from paceline.config.db import Encoding
-from paceline.data.image.formats import DamagedImage
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import (
     check_image,
     is_image,
@@ -151,13 +151,6 @@ def test_a_jpeg_with_harmless_faults_decodes_as_without(factor: int, colorspace:
     with pytest.raises(ValueError, match="JFIF"):
         simplejpeg.decode_jpeg(odd, colorspace=colorspace, **size)
     assert distance(jpeg_pixels(odd, colorspace=colorspace, **size), sound) < 2
-
-
-def test_a_kind_without_an_eight_bit_form_is_refused() -> None:
-    file = io.BytesIO()
-    Image.fromarray(np.zeros((4, 4), dtype=np.float32)).save(file, "TIFF")
-    with pytest.raises(DamagedImage, match="kind F, which has no 8-bit form"):
-        stored_form(file.getvalue(), "raw", None)
 
 
 def test_a_file_is_what_its_content_shows_or_else_its_name() -> None:

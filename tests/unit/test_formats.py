@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -147,7 +148,17 @@ def test_a_datum_without_a_label_has_label_0_as_caffe_reads_it():
 UNFIT = {
     "empty": (b"", "neither"),
     "text": (b"hello, world", "neither"),
-    "an image without a record": (image_file("PNG"), "neither"),
+    "an image without a record": (image_file("PNG"), "but a bare image file, which has no label"),
+    "keys": (pickle.dumps([b"0", b"1"]), "but a pickled list, such as the list of keys"),
+    "keys, older": (pickle.dumps([b"0", b"1"], protocol=2), "but a pickled list"),
+    "a length": (pickle.dumps(50_000), "but a pickled number, such as the count of records"),
+    "a length as text": (b"50000", "but the number 50000, such as the count of records"),
+    "a pickled sample": (pickle.dumps((b"\xff\xd8\xff", 3)), "but a pickled object of Python"),
+    "JSON": (b'{"classes": ["cat"]}', "but JSON text"),
+    "what only begins as a pickle": (
+        b"\x80\x04\xff\xff.",
+        "are neither a TensorProtos nor a Datum record: the record",
+    ),
     "both formats at once": (raw_tensorprotos(RGB, 5) + blob(4, b"x"), "neither"),
     "a datum without data": (DATUM_DIMS + number(5, 1), "neither"),
     "a tensor without a label": (tensorprotos(IMAGE), "no label"),

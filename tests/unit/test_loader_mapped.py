@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,3 +294,81 @@ def test_samples_at_any_positions_are_those_of_the_epoch(workers: int) -> None:
     found = list(loader_of(num_workers=workers).samples(2, asked))
     assert [len(batch) for batch in found] == [2, 1, 3]
     assert torch.equal(torch.cat(found), whole[np.concatenate(asked)])
+
+
+class Told(Exception):
+    """Error that can only be made of a response."""
+
+    def __init__(self, response: Any) -> None:
+        super().__init__(f"sample 3 is broken: {response.reason}")
+
+
+class Unsendable(Noisy):
+    """Sample 3 raises an error that can't be pickled or made anew, or can't itself be pickled."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 3:
+            return super().__getitem__(index)
+        if self._how == "a local class":
+
+            class Local(Exception):
+                pass
+
+            raise Local("sample 3 is broken")
+        if self._how == "made of something else":
+            raise Told(SimpleNamespace(reason="404"))
+        if self._how == "a group":
+            raise ExceptionGroup("sample 3 is broken", [ValueError("inside")])
+        if self._how == "holds a lock":
+            error = ValueError("sample 3 is broken")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
+        return lambda: None
+
+
+@pytest.mark.parametrize(
+    "how", ["a local class", "made of something else", "a group", "holds a lock"]
+)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_error_that_cannot_be_pickled_comes_through_with_its_text(how: str, method: str) -> None:
+    loader = loader_of(
+        Unsendable(how), num_workers=1, timeout=60, multiprocessing_context=method, collate=list
+    )
+    with pytest.raises((RuntimeError, ValueError), match="sample 3 is broken"):
+        list(loader.epoch(0))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so(method: str) -> None:
+    loader = loader_of(
+        Unsendable("a sample"),
+        num_workers=1,
+        timeout=60,
+        multiprocessing_context=method,
+        collate=list,
+    )
+    told = r"a batch can't be sent from the process that loads it \(.*lambda.*\): let the data set"
+    with pytest.raises(DataError, match=told):
+        list(loader.epoch(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_data_set_of_another_length_is_refused_when_an_epoch_begins(
+    workers: int, change: int
+) -> None:
+    numbers = list(range(SIZE))
+    loader = loader_of(numbers, num_workers=workers)
+    assert sum(len(batch) for _, batch in loader.epoch(0)) == SIZE
+    if change > 0:
+        numbers.append(0)
+    else:
+        numbers.pop()
+    told = f"list has {SIZE + change} samples, but had {SIZE} when its loader was made"
+    with pytest.raises(ConfigError, match=told):
+        next(loader.epoch(1))
+    with pytest.raises(ConfigError, match=told):
+        next(loader.samples(1, [np.array([0])]))

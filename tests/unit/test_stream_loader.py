@@ -92,6 +92,21 @@ def test_accumulated_batches_of_equal_parts(world: World) -> None:
     assert world.steps == 2
 
 
+def test_an_error_of_a_stream_that_cannot_be_pickled_comes_with_its_text(world: World) -> None:
+    class Broken(Exception):
+        pass
+
+    class Breaking(Numbers):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            raise Broken("the stream broke off")
+
+    trained(world)
+    loader = paceline.loader(Breaking(8), 4, world, train=False, num_workers=1)
+    with pytest.raises(RuntimeError, match="the stream broke off"):
+        list(loader)
+
+
 def test_an_empty_stream(world: World) -> None:
     trained(world)
     with pytest.raises(ConfigError, match=r"rank 0's stream has no batch in epoch 0.*world\.rank"):

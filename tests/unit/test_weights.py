@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,129 @@ def saved_as_safetensors(model: nn.Module, path: Path) -> None:
     save_file(model.state_dict(), path)
 
 
-SAVED = [
-    saved_plainly,
-    saved_in_the_old_format,
-    saved_as_a_checkpoint,
-    saved_from_ddp,
-    saved_compiled,
-    saved_as_safetensors,
-]
+SAVED = {  # with the parts of names that are removed
+    saved_plainly: (),
+    saved_in_the_old_format: (),
+    saved_as_a_checkpoint: (),
+    saved_from_ddp: ('"module."',),
+    saved_compiled: ('"module." and "_orig_mod."',),
+    saved_as_safetensors: (),
+}
+
+
+def removal(path: Path, save: Any) -> list[str]:
+    said = f"{path}: the names of its weights were read without"
+    return [f"{said} {removed}." for removed in SAVED[save]]
 
 
 @pytest.mark.parametrize("save", SAVED)
 def test_weights_are_loaded_whoever_saved_them(tmp_path: Path, save: Any) -> None:
     model, other = network(), network()
     save(model, tmp_path / "w")
-    assert load_weights(tmp_path / "w", other) == ()
+    assert list(load_weights(tmp_path / "w", other)) == removal(tmp_path / "w", save)
+    assert equal(model, other)
+
+
+WEIGHTS = network().state_dict()
+AVERAGE = {name: value + 1 for name, value in WEIGHTS.items()}
+OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(5, 3)}}, "param_groups": [{"lr": 0.1}]}
+
+
+def after(prefix: str, state: Any = WEIGHTS) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+NESTED = {  # a file, the name of its entry, and what else is said
+    "PyTorch's ImageNet example": (
+        {
+            **{"epoch": 3, "arch": "resnet18", "best_acc1": torch.tensor(1.0)},
+            **{"state_dict": after("module."), "optimizer": OPTIMIZER, "scheduler": {}},
+        },
+        "state_dict",
+        ['the names of its weights were read without "module.".'],
+    ),
+    "Lightning": (
+        {"pytorch-lightning_version": "2.5", "state_dict": after("model."), "loops": {"a": {}}},
+        "state_dict",
+        ['the names of its weights were read without "model.".'],
+    ),
+    "Lightning, with a loss's weights": (
+        {"state_dict": {"criterion.weight": torch.ones(4), **after("model.")}},
+        "state_dict",
+        [
+            'the names of its weights were read without "model.".',
+            "criterion.weight: left out, for the others begin with model.",
+        ],
+    ),
+    "torchvision's references": (
+        {"model": WEIGHTS, "optimizer": OPTIMIZER, "args": Namespace(lr=0.1), "epoch": 3},
+        "model",
+        [],
+    ),
+    "timm": (
+        {"arch": "x", "state_dict_ema": AVERAGE, "state_dict": WEIGHTS, "optimizer": OPTIMIZER},
+        "state_dict",
+        ["other weights of such a model were left out: state_dict_ema."],
+    ),
+    "an average first": (
+        {"ema": AVERAGE, "model_state_dict": WEIGHTS},
+        "model_state_dict",
+        ["other weights of such a model were left out: ema."],
+    ),
+    "an average alone": ({"epoch": 1, "state_dict_ema": WEIGHTS}, "state_dict_ema", []),
+    "PyTorch's tutorial": (
+        {"epoch": 5, "model_state_dict": WEIGHTS, "optimizer_state_dict": OPTIMIZER, "loss": 0.4},
+        "model_state_dict",
+        [],
+    ),
+    "entries within entries": ({"nets": {"a": WEIGHTS, "b": {"x": torch.ones(1)}}}, "nets.a", []),
+    "compiled in DDP": (
+        {"state_dict": after("_orig_mod.module.")},
+        "state_dict",
+        ['the names of its weights were read without "module." and "_orig_mod.".'],
+    ),
+    "any wrapper": (
+        {"net": after("backbone.encoder.")},
+        "net",
+        ['the names of its weights were read without "backbone.encoder.".'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_weights_are_found_in_an_entry_and_it_is_said(tmp_path: Path, name: str) -> None:
+    content, entry, said = NESTED[name]
+    torch.save(content, tmp_path / "w.pt")
+    model = network()
+    notes = [f"its entry {entry} has the weights.", *said]
+    assert load_weights(tmp_path / "w.pt", model) == tuple(
+        f"{tmp_path / 'w.pt'}: {n}" for n in notes
+    )
+    found = model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in WEIGHTS.items())
+
+
+def test_two_models_in_one_file_of_which_neither_is_most_of_it_are_refused(tmp_path: Path) -> None:
+    torch.save({**after("student."), **after("teacher.")}, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match=r"missing body\.weight, .*unknown student\.body\.weight"):
+        load_weights(tmp_path / "w.pt", network())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
+def test_another_models_weights_in_an_entry_are_refused_by_its_name(
+    tmp_path: Path, prefix: str
+) -> None:
+    torch.save({"state_dict": after(prefix, network(width=6).state_dict())}, tmp_path / "w.pt")
+    with pytest.raises(
+        ConfigError, match=r"weights \(those in its entry state_dict\) .*: body\.weight is 6×3 but"
+    ):
+        load_weights(tmp_path / "w.pt", network())
+
+
+def test_a_model_whose_own_names_have_a_prefix_keeps_it(tmp_path: Path) -> None:
+    model, other = (nn.Sequential(OrderedDict(model=network())) for _ in range(2))
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    assert load_weights(tmp_path / "w.pt", other) == ()
     assert equal(model, other)
 
 
@@ -126,6 +235,7 @@ def test_a_last_layer_for_other_labels_stays_new(tmp_path: Path, save: Any) -> N
         "initial values.",
         f"{tmp_path / 'w'}: the last layer's head.bias is 4 but should be 6: it keeps its initial "
         "values.",
+        *removal(tmp_path / "w", save),
     )
     assert torch.equal(other.head.weight, fresh)  # type: ignore[union-attr, arg-type]
     assert equal(model.body, other.body)  # type: ignore[arg-type]
@@ -227,8 +337,9 @@ def test_a_plain_pickle_of_code_is_named_and_not_run(
     assert not Path("evil").exists()
 
 
-def test_a_file_without_names_is_named(tmp_path: Path) -> None:
-    torch.save([torch.ones(3)], tmp_path / "w.pt")
+@pytest.mark.parametrize("content", [[torch.ones(3)], {}, {"epoch": 3}, {0: torch.ones(3)}])
+def test_a_file_without_names_is_named(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"w\.pt: contains no named weights"):
         load_weights(tmp_path / "w.pt", nn.Linear(1, 1))
 

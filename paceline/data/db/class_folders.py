@@ -5,9 +5,15 @@
     FOLDER/dog/1.jpg            label 1, "dog"
 
 A class's label is its position among the sorted names of the subfolders. Names that begin with a
-dot are neither classes nor images (`.ipynb_checkpoints`, `._photo.jpg`). A folder of `train/` and
-`test/` with the same classes inside is not a folder of two classes, and is refused, whatever else
-is there.
+dot are neither classes nor images (`.ipynb_checkpoints`, `._photo.jpg`), nor is what archives,
+desktops and network disks leave behind (`__MACOSX`, `@eaDir`). A folder of `train/` and `test/`
+with the same classes inside is not a folder of two classes, and is refused, whatever else is there.
+
+Links are followed. A link to a folder above it is skipped, because it leads in a circle:
+
+    FOLDER/cat/more -> /disk/cats       its files are cat/more/…
+    FOLDER/cat/all -> FOLDER            skipped
+    FOLDER/dog -> /disk/dogs            a class; an error where /disk isn't there
 """
 
 from __future__ import annotations
@@ -25,6 +31,24 @@ PARTS = {  # the usual names of a data set's parts
     *("test", "testing", "holdout"),
 }
 
+_LEFT_BEHIND = {  # in lower case, besides names that begin with a dot
+    *(
+        "__macosx",
+        "__pycache__",
+        "@eadir",
+        "@recycle",
+        "#recycle",
+        "@tmp",
+        "#snapshot",
+        "@sharebin",
+    ),
+    *("$recycle.bin", "system volume information", "lost+found"),
+    *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
+}
+
+
+_Identity = tuple[int, int]  # of a folder: its device and inode
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -39,50 +63,60 @@ class ClassFolders:
     """Class folders in label order, with their files in sorted order, and the skipped entries.
 
     Attributes:
-        skipped: entries that are left out: files next to the class folders, hidden entries, and
-            entries that are neither files nor folders.
+        skipped: number of entries that are left out: files next to the class folders, hidden
+            entries, and entries that are neither files nor folders.
+        circles: links to a folder above them, which are left out too.
     """
 
     folder: Path
     classes: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     skipped: int
+    circles: tuple[str, ...]
 
 
 def scan(folder: Path) -> ClassFolders:
     """List the classes of `folder` and their files, at any depth.
 
-    A class folder may be a link, and so may an image; links to folders below a class are skipped,
-    because they can lead in a circle.
+    A link to no file is a candidate, which can't be read.
 
     Raises:
         ConfigError: there is no class folder, the folders are the parts of a data set, or a class's
             name can't be a line of a text file.
-        DataError: a folder can't be listed.
+        DataError: a folder can't be listed, or a class folder is a link to nothing.
     """
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
-        classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
+        visible = [name for name in names if not _is_left_behind(name)]
+        _refuse_dead_links(folder, visible)
+        folders = [name for name in visible if (folder / name).is_dir()]
+        above = tuple(map(_identity, (folder, *folder.resolve().parents)))
+        classes = [name for name in folders if _identity(folder / name) not in above]
         if not classes:
             raise ConfigError(
                 f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
             )
         candidates: list[Candidate] = []
-        skipped = len(names) - len(classes)
+        circles = [name for name in folders if name not in classes]
+        skipped = len(names) - len(folders)
         for label, name in enumerate(classes):
             if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
                 raise ConfigError(
                     f"{str(folder / name)!r}: the name of a class must be UTF-8 without line "
                     "breaks; rename the folder."
                 )
-            for path in _walk(folder / name, name):
+            for path in _walk(folder / name, name, above, circles):
                 if path is None:
                     skipped += 1
                 else:
                     candidates.append(Candidate(path, label))
         found = ClassFolders(
-            folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
+            folder=folder,
+            classes=tuple(classes),
+            candidates=tuple(candidates),
+            skipped=skipped,
+            circles=tuple(circles),
         )
     except OSError as error:
         raise DataError(f"{error.filename} can't be listed: {error.strerror}.") from error
@@ -101,16 +135,57 @@ def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     )
 
 
-def _walk(folder: Path, name: str) -> Iterator[str | None]:
-    """Yield names of files below `folder`, beginning with `name`, sorted; None for skipped ones."""
+def _walk(
+    folder: Path, name: str, above: tuple[_Identity, ...], circles: list[str]
+) -> Iterator[str | None]:
+    """Yield names of files below `folder`, beginning with `name`, sorted; None for skipped ones.
+
+    Args:
+        folder: the folder.
+        name: its name in the data set.
+        above: the folders that lead to it.
+        circles: receives the names of links to one of them, or to the folder itself.
+    """
+    own = _identity(folder)
+    if own in above:
+        circles.append(name)
+        return
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda e: e.name):
-            if entry.name.startswith("."):
+            path, entry_name = folder / entry.name, f"{name}/{entry.name}"
+            if _is_left_behind(entry.name):
                 yield None
-            elif entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder / entry.name, f"{name}/{entry.name}")
+            elif path.is_dir() if entry.is_symlink() else entry.is_dir():
+                yield from _walk(path, entry_name, (*above, own), circles)
             else:
-                yield f"{name}/{entry.name}" if entry.is_file() else None
+                is_file = path.is_file() if entry.is_symlink() else entry.is_file()
+                yield entry_name if is_file or _is_dead_link(path) else None
+
+
+def _identity(folder: Path) -> _Identity:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+def _is_left_behind(name: str) -> bool:
+    """Return whether an entry is hidden, or no part of a data set, by its name."""
+    return name.startswith(".") or name.lower() in _LEFT_BEHIND
+
+
+def _is_dead_link(path: Path) -> bool:
+    """Return whether a path is a link to nothing, or to itself."""
+    return path.is_symlink() and not path.exists()
+
+
+def _refuse_dead_links(folder: Path, names: Sequence[str]) -> None:
+    """Refuse links to nothing where the classes are: without one all labels could be others."""
+    dead = [name for name in names if _is_dead_link(folder / name)]
+    if dead:
+        target = os.readlink(folder / dead[0])
+        raise DataError(
+            f"{folder / dead[0]} is a link to {target}, which isn't there: mount the disk that has "
+            "it, or remove the link."
+        )
 
 
 def _refuse_parts(found: ClassFolders) -> None:

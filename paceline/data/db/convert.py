@@ -19,8 +19,8 @@ from paceline.data.db.open_database import open_database
 from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.formats import DamagedImage
-from paceline.data.image.image_file import check_image, stored_form
+from paceline.data.image.image_errors import DamagedImage, UnreadImage
+from paceline.data.image.image_file import StoredForm, check_image, stored_form
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
 
@@ -55,6 +55,7 @@ def convert_database(config: DbConvertConfig, meter: Meter) -> NewDatabase:
             label_names=source.label_names,
         ) as database,
     ):
+        database.reduced.value_range = config.value_range
         _write_records(config, source, database, meter)
     return database
 
@@ -69,7 +70,7 @@ def _write_records(
     ) as results:
         for made in results:
             if isinstance(made, tuple):
-                key, value, label, was_transparent = made
+                key, value, label, form = made
                 if database.keys and key == database.keys[-1]:
                     raise ConfigError(
                         f"{config.source} has two records with the key {printable(key)}, but an "
@@ -84,7 +85,7 @@ def _write_records(
                         "--db_type."
                     )
                 database.put(key, value, label)
-                database.transparent += was_transparent
+                database.reduced.add(form)
             elif config.skip_damaged:
                 database.damaged.append(str(made))
             else:
@@ -93,29 +94,49 @@ def _write_records(
                 ) from made
     if not database.keys:
         raise DataError(f"{config.source}: all of its records are damaged; create it again.")
+    _require_all_labels(config, source, database)
+    database.reduced.require_contrast(config.source)
+
+
+def _require_all_labels(
+    config: DbConvertConfig, source: IndexedSource, database: NewDatabase
+) -> None:
+    """Refuse a database without any record of a label that the source has."""
+    lost = set() if source.labels is None else set(source.labels.tolist()) - set(database.labels)
+    if not lost:
+        return
+    label = min(lost)
+    names = dict(enumerate(source.label_names or ()))
+    named = f" ({names[label]})" if label in names else ""
+    raise DataError(
+        f"{config.source}: all records of label {label}{named} are damaged, so that the new "
+        f"database would have none; the first damaged record: {database.damaged[0]} Create the "
+        "database again."
+    )
 
 
 def _made(
     config: DbConvertConfig, source: IndexedSource, record_format: RecordFormat, number: int
-) -> tuple[bytes, bytes, int, bool] | DataError:
+) -> tuple[bytes, bytes, int, StoredForm] | DataError:
     """Read a record and make the new one.
 
     Returns:
-        Its key, value and label, and whether its image was transparent; or what is wrong with it.
+        Its key, value, label and image; or what is wrong with it.
     """
-    was_transparent = False
     try:
         record = source[number]
         key, value = source.stored(number)
-        image = record.image
         if config.encoding == "keep":
-            check_image(image)
+            check_image(record.image)
+            form = StoredForm(record.image)
         else:
-            image, was_transparent = stored_form(image, config.encoding)
+            form = stored_form(record.image, config.encoding, value_range=config.value_range)
+    except UnreadImage as error:
+        return DataError(f"{source.name(number)} can't be read: {error}. {error.remedy}.")
     except DamagedImage as error:
         return DataError(f"{source.name(number)} has a damaged image: {error}.")
     except DataError as error:
         return error
-    if image is not record.image or record_format != source.format:
-        value = encode_record(image, record.label, record_format)
-    return key, value, record.label, was_transparent
+    if form.image is not record.image or record_format != source.format:
+        value = encode_record(form.image, record.label, record_format)
+    return key, value, record.label, form

@@ -1,12 +1,12 @@
 """The files that make a database: is it one, of which kind, and is it still the same?
 
-    LMDB      a folder with data.mdb
+    LMDB      a folder with data.mdb, or one file under any name (subdir=False)
     LevelDB   a folder with CURRENT
     minidb    a folder with data.minidb, or that file itself, under any name, as Caffe2 has it
 
 A *stamp* is equal for copies and different after any change:
 
-    LMDB      the first 128 KiB of data.mdb: both of its meta pages (of whatever page size), of
+    LMDB      the first 128 KiB of its file: both of its meta pages (of whatever page size), of
               which every committed transaction writes one with a new number
     LevelDB   CURRENT and the MANIFEST that it names, and names and sizes of all tables and logs;
               a process that opens a LevelDB directly makes a new MANIFEST, a write makes a log grow
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,13 +37,14 @@ _MARKER: dict[DbType, str] = {
     "leveldb": LEVELDB_CURRENT,
     "minidb": MINIDB_DATA,
 }
-_ONE_FILE: dict[DbType, str] = {"minidb": ""}
+_PAGE_HEADER = 16  # bytes, before the magic of an LMDB
+_LMDB_MAGIC = struct.pack("=L", 0xBEEFC0DE)
 _LARGEST_PAGE = 64 * 1024  # bytes; LMDB's pages are the operating system's
 _END = 64 * 1024  # bytes of a minidb's beginning and of its end
 
 
 def kind_of(path: Path) -> DbType:
-    """See of which kind the database at `path` is. A file can only be a minidb.
+    """See of which kind the database at `path` is. A file is an LMDB or else a minidb.
 
     Raises:
         ConfigError: there is none, or it may not be read.
@@ -54,7 +56,11 @@ def kind_of(path: Path) -> DbType:
             raise ConfigError(
                 f"{path} is one file of a database: give the folder {path.parent} instead."
             )
-        for kind, marker in _MARKER.items() if path.is_dir() else _ONE_FILE.items():
+        if not path.is_dir():
+            with path.open("rb") as file:
+                file.seek(_PAGE_HEADER)
+                return "lmdb" if file.read(len(_LMDB_MAGIC)) == _LMDB_MAGIC else "minidb"
+        for kind, marker in _MARKER.items():
             if (path / marker).exists():
                 (path / marker).open("rb").close()
                 return kind
@@ -65,13 +71,18 @@ def kind_of(path: Path) -> DbType:
 
 
 def beside(database: Path, name: str) -> Path:
-    """Name a file that belongs to a database: in its folder, or beside its one file.
+    """Name a file of ours that belongs to a database: in its folder, or beside its one file.
 
     A minidb's file in its folder, DB/data.minidb, is the database DB.
     """
     if not database.is_file():
         return database / name
     return database.with_name(name if database.name == MINIDB_DATA else f"{database.name}.{name}")
+
+
+def lmdb_file(path: Path) -> Path:
+    """Name the one file of an LMDB, given by its folder or by itself."""
+    return path / LMDB_DATA if path.is_dir() else path
 
 
 def minidb_file(path: Path) -> Path:
@@ -118,8 +129,8 @@ def leveldb_files(folder: Path, *suffixes: str) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes)
 
 
-def _of_lmdb(folder: Path) -> Iterator[bytes]:
-    with (folder / LMDB_DATA).open("rb") as data:
+def _of_lmdb(path: Path) -> Iterator[bytes]:
+    with lmdb_file(path).open("rb") as data:
         yield data.read(2 * _LARGEST_PAGE)
 
 

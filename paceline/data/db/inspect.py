@@ -16,7 +16,7 @@ from paceline.config.db import DbInfoConfig, DbType, RecordFormat
 from paceline.data.db.database_files import kind_of
 from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import open_database
-from paceline.data.image.formats import DamagedImage
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import check_image
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import DataError

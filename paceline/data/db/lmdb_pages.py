@@ -5,7 +5,8 @@
     page     number (8 bytes), padding (2), flags (2), lower (2), upper (2), then an offset (2) for
              each node, up to `lower`; nodes from `upper` on
     node     page number (branch: 6 bytes) or length and flags (leaf: 6), length of the key (2),
-             key; in a leaf then the value, or with flag 1 the number of its first own page (8)
+             key; in a leaf then the value, or with flag 1 the number of its first own page (8);
+             with flag 2 the key is the name of another database
 
 A length beyond the end of the file would end the process with SIGBUS where the value is read. LMDB
 asserts that branch pages have two keys or more; and, while it lists keys, that pages are of the
@@ -32,7 +33,8 @@ _NODE = struct.Struct("=HHHH")
 _ROOT_AND_LAST = struct.Struct("=QQQ")  # in a meta page: root, last page, transaction
 _META_ROOT = 16 + 24 + 48 + 40  # header, version and map, the free pages' tree, before the root
 _PAGE_NUMBER = struct.Struct("=Q")
-_BRANCH, _LEAF, _ON_OWN_PAGES = 1, 2, 1
+_BRANCH, _LEAF = 1, 2
+_ON_OWN_PAGES, _IS_DATABASE = 1, 2
 _NONE = 2**64 - 1  # the root of an empty tree
 
 
@@ -40,7 +42,7 @@ class TreePages:
     """Pages of an LMDB's newest tree, each checked before LMDB reads it.
 
     Args:
-        path: data.mdb.
+        path: its file.
         environment: of it, which knows the page size and the tree's depth.
 
     Raises:
@@ -77,19 +79,21 @@ class TreePages:
             if number in self._unchecked:
                 self._check([number])
 
-    def check_leaves(self) -> None:
-        """Check all leaf pages.
+    def check_leaves(self) -> list[bytes]:
+        """Check all leaf pages; return the names of databases that stand among the keys.
 
         Raises:
             DataError: one is damaged, or the file can't be read.
         """
-        self._check(self._leaves)
+        return self._check(self._leaves)
 
-    def _check(self, leaves: list[int]) -> None:
+    def _check(self, leaves: list[int]) -> list[bytes]:
+        names: list[bytes] = []
         with self._reported(), self._path.open("rb") as file:
             for number in leaves:
-                self._nodes(file.fileno(), number, _LEAF)
+                names += [name for name, _ in self._nodes(file.fileno(), number, _LEAF)]
                 self._unchecked.discard(number)
+        return names
 
     def _nodes(self, file: int, number: int, kind: int) -> list[tuple[bytes, int]]:
         if number > self._last:
@@ -108,7 +112,11 @@ class TreePages:
 
 
 def _nodes(page: bytes, number: int, kind: int, last: int) -> list[tuple[bytes, int]]:
-    """Check a page, and where a leaf's values lie; return keys and pages below a branch page."""
+    """Check a page, and where a leaf's values lie.
+
+    Returns:
+        keys and pages below a branch page; of a leaf, the names of databases, with 0.
+    """
     own_number, _, flags, lower, upper = _HEADER.unpack_from(page)
     count = (lower - _HEADER.size) // 2
     if (own_number, flags) != (number, kind) or count < 3 - kind or not lower <= upper <= len(page):
@@ -124,6 +132,8 @@ def _nodes(page: bytes, number: int, kind: int, last: int) -> list[tuple[bytes, 
         if kind == _BRANCH:
             nodes.append((page[at + _NODE.size : start], low | high << 16 | highest << 32))
             continue
+        if highest & _IS_DATABASE:
+            nodes.append((page[at + _NODE.size : start], 0))
         size, limit = low | high << 16, len(page)
         if highest == _ON_OWN_PAGES:
             (first,) = _PAGE_NUMBER.unpack_from(page, start)

@@ -1,4 +1,4 @@
-"""Records from an LMDB: a folder with one memory-mapped file, keys in the order of their bytes.
+"""Records from an LMDB: one memory-mapped file, usually in a folder, keys in byte order.
 
 LMDB refuses a second open of one file in one process, so its environments are shared here:
 
@@ -10,6 +10,9 @@ Nothing is written, not even a lock file: read-only media and network folders wo
 processes may read, and no lock of a killed one is left behind. No process may write to the
 database meanwhile. Kernel readahead is off, for records are read in random order. An environment
 without locks survives a fork, but open after it where you can: LevelDB's doesn't.
+
+Records are those of the main database. Named databases inside of it, which other tools make, are
+an error that names them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 
 import lmdb
 
-from paceline.data.db.database_files import LMDB_DATA
+from paceline.data.db.database_files import lmdb_file
 from paceline.data.db.formats.record_formats import printable
 from paceline.data.db.index.index_file import Index
 from paceline.data.db.index.key_list import KeyList
@@ -32,15 +35,18 @@ _File = tuple[int, int]  # its device and inode
 class Lmdb:
     """LMDB database, read through an LMDB environment that the whole process shares.
 
+    Args:
+        path: its folder, or its one file.
+
     Raises:
         DataError: the database is damaged or incomplete.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file, self._environment = _ENVIRONMENTS.acquire(folder)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file, self._environment = _ENVIRONMENTS.acquire(path)
         try:
-            self._pages = TreePages(folder / LMDB_DATA, self._environment)
+            self._pages = TreePages(lmdb_file(path), self._environment)
         except DataError:
             self.close()
             raise
@@ -52,18 +58,25 @@ class Lmdb:
                 return transaction.get(key)
         except lmdb.Error as error:
             raise DataError(
-                f"record {printable(key)} of {self._folder}: LMDB can't read it ({error}); it is "
+                f"record {printable(key)} of {self._path}: LMDB can't read it ({error}); it is "
                 "damaged, copy the database again."
             ) from error
 
     def listing(self) -> Index:
-        self._pages.check_leaves()
+        names = self._pages.check_leaves()
+        if names:
+            shown = ", ".join(map(printable, names[:5])) + (", …" if len(names) > 5 else "")
+            raise DataError(
+                f"{self._path} contains named databases ({shown}), but records are read from an "
+                "LMDB's main, unnamed one: copy the records of one named database into an LMDB of "
+                "their own."
+            )
         try:
             with self._environment.begin() as transaction:
                 return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
         except lmdb.Error as error:
             raise DataError(
-                f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
+                f"{self._path}: its keys can't be listed ({error}); it is damaged, copy it again."
             ) from error
 
     def close(self) -> None:
@@ -77,12 +90,12 @@ class _Environments:
         self._lock = threading.Lock()
         self._open: dict[_File, tuple[lmdb.Environment, int]] = {}  # with the number of users
 
-    def acquire(self, folder: Path) -> tuple[_File, lmdb.Environment]:
-        """Open the database in `folder`, or use it where it is open already."""
-        found = (folder / LMDB_DATA).stat()
+    def acquire(self, path: Path) -> tuple[_File, lmdb.Environment]:
+        """Open the database at `path`, or use it where it is open already."""
+        found = lmdb_file(path).stat()
         file = (found.st_dev, found.st_ino)
         with self._lock:
-            environment, users = self._open.get(file) or (_open(folder, found.st_size), 0)
+            environment, users = self._open.get(file) or (_open(path, found.st_size), 0)
             self._open[file] = environment, users + 1
             return file, environment
 
@@ -100,10 +113,11 @@ class _Environments:
 _ENVIRONMENTS = _Environments()
 
 
-def _open(folder: Path, size: int) -> lmdb.Environment:
+def _open(path: Path, size: int) -> lmdb.Environment:
     try:
         environment = lmdb.open(
-            str(folder),
+            str(path),
+            subdir=path.is_dir(),
             readonly=True,
             lock=False,
             readahead=False,
@@ -112,14 +126,14 @@ def _open(folder: Path, size: int) -> lmdb.Environment:
         )
     except lmdb.Error as error:
         raise DataError(
-            f"{folder}: LMDB can't open it ({error}); it is damaged or not an LMDB "
+            f"{path}: LMDB can't open it ({error}); it is damaged or not an LMDB "
             "database, copy it again."
         ) from error
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:  # reading behind the end of a mapped file would kill the process
         environment.close()
         raise DataError(
-            f"{folder / LMDB_DATA} has {size} of {needed} bytes: the copy is incomplete; copy the "
+            f"{lmdb_file(path)} has {size} of {needed} bytes: the copy is incomplete; copy the "
             "database again."
         )
     return environment

@@ -27,7 +27,7 @@ def open_database(
     """Open a database, and look at some of its records.
 
     Args:
-        path: the database's folder; of a minidb also its one file.
+        path: the database's folder; of a minidb or an LMDB also its one file.
         kind: what the database must be; None detects it from the files.
         cache_dir: where an index goes that can't be written beside the database, and LevelDB's
             views; without it views go to the system's temporary folder.
@@ -39,10 +39,10 @@ def open_database(
     """
     found = kind_of(path)
     if kind not in (None, found):
-        if path.is_file():
+        if path.is_file() and found == "minidb":  # what any file is taken for
             raise ConfigError(
-                f"{path} is a file, but {kind} databases are folders: give the folder's path, or "
-                "--db_type minidb if the file is a minidb."
+                f"{path} is a file, and not one of an LMDB: give the path of the {kind} database, "
+                "or --db_type minidb if the file is a minidb."
             )
         raise ConfigError(
             f"{path}: the database type is {found}, not {kind}; give --db_type {found}."

@@ -22,13 +22,8 @@ from PIL import ImageOps
 
 from paceline.data.image.augment import Box, View
 from paceline.data.image.color_jitter import jittered
-from paceline.data.image.formats import (
-    DamagedImage,
-    check_size,
-    eight_bit,
-    open_image,
-    reason_of,
-)
+from paceline.data.image.formats import check_size, eight_bit, open_image, reason_of
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.jpeg import jpeg_orientation, jpeg_pixels, jpeg_size
 from paceline.data.image.pixels import place, recolored, resized, upright
 from paceline.data.source import Pixels

@@ -3,41 +3,84 @@
 A file is what its content shows. JPEG is checked by simplejpeg, at an eighth of its size, which
 reads all bytes at half the cost of decoding; Pillow does everything else. A JPEG or PNG that is
 stored as it is keeps its EXIF orientation, which decoding applies; an image that is encoded anew is
-turned upright. Transparency is dropped, as Caffe's tools do, and a flag reports it.
+turned upright. Transparency is dropped, as Caffe's tools do, and more than 8 bits a channel are
+scaled to 8; `StoredForm` reports both.
 """
 
 from __future__ import annotations
 
 import io
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from paceline.config.db import Encoding
+from paceline.data.image.deep_pixels import Depth, ValueRange, depth_of, value_range_of
 from paceline.data.image.formats import (
+    IMAGE_MAGIC,
     IMAGE_SUFFIXES,
     MAGIC_OF_JPEG,
-    DamagedImage,
+    MAGIC_OF_TIFF,
     check_size,
     eight_bit,
     open_image,
     reason_of,
+    unread_kind,
 )
+from paceline.data.image.image_errors import DamagedImage, UnreadImage
 from paceline.data.image.jpeg import jpeg_pixels, jpeg_size
+from paceline.data.image.unread_formats import unread_by_name
 from paceline.data.source import Pixels
 
 _QUALITY = 95
 
 
+class StoredForm(NamedTuple):
+    """What a record stores of an image, and what of the image that leaves out.
+
+    Attributes:
+        image: an encoded file, or pixels of shape (height, width, 1 | 3).
+        transparent: whether the image had transparent pixels, even in part. Their colours are read
+            as opaque, whether or not the bytes are kept.
+        depth: what its pixels were, where they had more than 8 bits; else None.
+        values: their least and greatest value.
+    """
+
+    image: bytes | Pixels
+    transparent: bool = False
+    depth: Depth | None = None
+    values: tuple[float, float] = (0, 0)
+
+
 def is_image(data: bytes, name: str) -> bool:
     """Return whether a file's content is an image, or should be by its name."""
-    if data.startswith(MAGIC_OF_JPEG) or name.lower().endswith(IMAGE_SUFFIXES):
+    if data.startswith(MAGIC_OF_JPEG) or named_as_image(name):
         return True
     try:
         open_image(data)
+    except UnreadImage:
+        return True
     except DamagedImage:
         return False
     return True
+
+
+def named_as_image(name: str) -> bool:
+    """Return whether a file should be an image by its name, of whatever kind."""
+    return name.lower().endswith(IMAGE_SUFFIXES) or unread_by_name(name) is not None
+
+
+def check_readable(data: bytes, name: str) -> None:
+    """Refuse a file whose name promises an image that isn't decoded, unless its content is another.
+
+    Raises:
+        UnreadImage: it is one. A camera's raw file may have a TIFF's content.
+    """
+    kind = unread_by_name(name)
+    if kind is None or (data.startswith(IMAGE_MAGIC) and not data.startswith(MAGIC_OF_TIFF)):
+        return
+    raise unread_kind(kind)
 
 
 def check_image(image: bytes | Pixels) -> tuple[str, tuple[int, int]]:
@@ -58,48 +101,58 @@ def check_image(image: bytes | Pixels) -> tuple[str, tuple[int, int]]:
             jpeg_pixels(image, colorspace="GRAY", min_height=1, min_width=1)
             return "jpeg", size
         opened = _opened(image)
-        opened.load()
+        eight_bit(opened)
         return str(opened.format).lower(), opened.size
+    except DamagedImage:
+        raise
     except Exception as error:  # Pillow's and simplejpeg's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 
 
 def stored_form(
-    image: bytes | Pixels, encoding: Encoding, resize: int | None = None
-) -> tuple[bytes | Pixels, bool]:
+    image: bytes | Pixels,
+    encoding: Encoding,
+    resize: int | None = None,
+    value_range: ValueRange | None = None,
+) -> StoredForm:
     """Make of an image what a record stores: the same bytes where they are in that form already.
 
     Args:
         image: a file's bytes, or pixels of shape (height, width, 1 | 3).
         encoding: "jpeg", "png", or "raw" for pixels.
         resize: the short side in pixels to scale to, up or down; None leaves the size.
-
-    Returns:
-        An encoded file, or pixels of shape (height, width, 1 | 3); and whether the image had
-        transparent pixels: their colours are read as opaque, whether or not the bytes are kept.
+        value_range: the values of black and white in grey images of more than 8 bits; None: 0 and
+            what their format states.
 
     Raises:
+        UnreadImage: the file is of a kind that isn't decoded, or its format doesn't state which
+            value is white.
         DamagedImage: the file is damaged, too large, or of a kind that has no 8-bit form.
     """
     if not isinstance(image, bytes):
         pixels = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
-        return _encoded(_resized(pixels, resize), encoding), False
+        return StoredForm(_encoded(_resized(pixels, resize), encoding))
     if resize is None and encoding == "jpeg" and image.startswith(MAGIC_OF_JPEG):
         check_image(image)
-        return image, False
+        return StoredForm(image)
     try:
         opened = _opened(image)
-        transparent = False  # in any pixel, even in part
+        depth = depth_of(opened)
+        values = (0.0, 0.0) if depth is None else value_range_of(opened, depth)
+        transparent = False
         if opened.has_transparency_data:
             least, _ = opened.convert("RGBA").getchannel("A").getextrema()
             transparent = least != 255
         if _is_stored_form(opened, encoding, resize):
             check_image(image)
-            return image, transparent
+            return StoredForm(image, transparent, depth, values)
         if resize is not None:
             opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
         ImageOps.exif_transpose(opened, in_place=True)
-        return _encoded(_resized(eight_bit(opened), resize), encoding), transparent
+        eight = _resized(eight_bit(opened, value_range=value_range), resize)
+        return StoredForm(_encoded(eight, encoding), transparent, depth, values)
+    except DamagedImage:
+        raise
     except Exception as error:  # Pillow's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 

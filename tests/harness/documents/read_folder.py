@@ -52,6 +52,9 @@ def break_things(folder: Path) -> None:
     (folder / "cut-lmdb/data.mdb").write_bytes(data[: len(data) // 2])
     put(folder, "flat-photos/1.jpg", file_of(ramp(16, 16), "JPEG"))
     put(folder, "broken-photos/dog/2.jpg", file_of(ramp(16, 16), "JPEG")[:200])
+    put(folder, "phone-photos/cat/1.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    levels = np.linspace(0, 4095, 256).reshape(16, 16).astype(np.int32)
+    put(folder, "microscope/cell/1.tif", file_of(levels, "TIFF"))
 
 
 def _items(database: Path) -> dict[bytes, bytes]:

@@ -36,7 +36,9 @@ from paceline.data.db.formats.messages import (
     Datum,
     TensorProtos,
 )
+from paceline.data.db.formats.other_values import name_of
 from paceline.data.image.formats import IMAGE_MAGIC, MAGIC_OF_JPEG_OR_PNG
+from paceline.data.image.unread_formats import unread_by_content
 from paceline.data.source import Pixels, Record
 
 Values = npt.NDArray[Any]
@@ -60,8 +62,18 @@ def decode_record(
     Raises:
         UnfitRecord: the record is damaged, of neither format, or not of the expected one.
     """
-    message, found = _parse(value)
-    record = _record_of_datum(message) if found == "datum" else _record_of_tensorprotos(message)
+    try:
+        message, found = _parse(value)
+        record = _record_of_datum(message) if found == "datum" else _record_of_tensorprotos(message)
+    except UnfitRecord as error:
+        other = name_of(value)  # digits, too, can be parsed as a Datum
+        if other is None:
+            raise
+        raise UnfitRecord(
+            f"it is neither a TensorProtos nor a Datum record but {other}: write the database "
+            "again with records alone; if others are sound, `paceline db convert` with "
+            "--skip_damaged copies those."
+        ) from error
     if expected is not None and found != expected:
         raise UnfitRecord(
             f"it is a {_NAMES[found]} in a database of {_NAMES[expected]} records, but a database "
@@ -164,6 +176,12 @@ def _datum(image: bytes | Pixels, label: int) -> Any:
 
 
 def _encoded(data: bytes) -> bytes:
+    kind = unread_by_content(data)
+    if kind is not None:
+        raise UnfitRecord(
+            f"its image is of the kind {kind}, which isn't decoded: create the database again with "
+            "JPEG or PNG files."
+        )
     if not data.startswith(IMAGE_MAGIC):
         raise UnfitRecord(
             f"it is marked as an encoded image but begins with {data[:8].hex(' ') or 'nothing'}, "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.config.db import DbType, RecordFormat
 from paceline.data.db.index.database_index import write_index
+from paceline.data.db.write.reduced_images import ReducedImages
 from paceline.data.db.write.staged_folder import check_destination, staged
 from paceline.data.db.write.writers import WRITE_ERRORS, WRITERS, Writer
 from paceline.errors import DataError
@@ -32,9 +33,10 @@ class NewDatabase:
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.
         skipped: the number of files that aren't images.
-        damaged: for each damaged image or record that was left out, the image's name or the
-            record's defect.
-        transparent: the number of images whose transparency was dropped.
+        circles: links that weren't followed, because they lead to a folder above them.
+        damaged: for each image or record that was left out because it can't be read, its name and
+            its defect.
+        reduced: counts the images that lose transparency or bits.
     """
 
     writer: Writer
@@ -43,8 +45,9 @@ class NewDatabase:
     keys: list[bytes]
     labels: list[int] = field(default_factory=list)
     skipped: int = 0
+    circles: tuple[str, ...] = ()
     damaged: list[str] = field(default_factory=list)
-    transparent: int = 0
+    reduced: ReducedImages = field(default_factory=ReducedImages)
 
     def put(self, key: bytes, value: bytes, label: int) -> None:
         """Append a record; its key must sort after all that came before."""
