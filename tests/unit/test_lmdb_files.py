@@ -57,7 +57,8 @@ def test_it_opens_with_a_link_beside_itself_and_without_its_lock_file(tmp_path: 
 def test_commands_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = one_file(tmp_path / "one.lmdb", items())
     assert main(["db", "info", str(path)]) == 0
-    assert f"{path} (lmdb)" in capsys.readouterr().out.replace("\n", "")
+    said = "".join(capsys.readouterr().out.split())  # a narrow table breaks a long path
+    assert f"{path}(lmdb)" in said
     assert main(["db", "convert", str(path), str(tmp_path / "new")]) == 0
     with closing(open_database(tmp_path / "new")) as source:
         check_records(source)
