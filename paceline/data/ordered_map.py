@@ -44,6 +44,7 @@ class _ItemMaker:
 
     function: Callable[[Any], Any]
     items: Sequence[Any]
+    noun: str
     pinned: ClassVar[bool] = False
     sample_bytes: ClassVar[int] = _LENGTH + _LONGEST
 
@@ -66,14 +67,19 @@ class _ItemMaker:
         return pickle.loads(out[_LENGTH : _LENGTH + length].data)
 
     def name(self, index: int) -> str:
-        return f"item {index} ({self.items[index]})"
+        return f"{self.noun} {self.items[index]}"
 
     def close(self) -> None:
         """Close nothing: a process's end does."""
 
 
 def ordered_map(
-    function: Callable[[Item], Result], items: Sequence[Item], *, workers: int, meter: Meter
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    noun: str,
+    workers: int,
+    meter: Meter,
 ) -> Generator[Result, None, None]:
     """Yield `function(item)` for each item in order.
 
@@ -82,6 +88,7 @@ def ordered_map(
     Args:
         function: can be pickled, and so can the items and its results.
         items: its arguments.
+        noun: what an item is, for errors.
         workers: number of decode processes and threads; 0 is one a core.
         meter: is called after each result has been dealt with.
 
@@ -91,7 +98,7 @@ def ordered_map(
     """
     workers = workers or len(os.sched_getaffinity(0))
     processes = workers - 1 if len(items) >= _FEW else 0
-    maker = _ItemMaker(function, items)
+    maker = _ItemMaker(function, items, noun)
     pool = DecodePool(processes, thread=True)
     number = pool.add(maker)
     size = _ROOM * workers // _ROOMS + 1

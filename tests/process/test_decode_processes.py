@@ -6,6 +6,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 from paceline.data.db.open_database import open_database
 from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.fork_server import ServerSetup, serve
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Record
@@ -66,6 +68,21 @@ class OnceHangingSource(ListSource):
         if index == 5 and not self._marker.exists():
             self._marker.touch()
             select.select([], [], [])
+        return super().__getitem__(index)
+
+
+class OftenFatalSource(ListSource):
+    """Ends the process that is the first to read a record of each chunk."""
+
+    def __init__(self, records: list[Record], markers: Path) -> None:
+        super().__init__(records)
+        self._markers = markers
+
+    def __getitem__(self, index: int) -> Record:
+        marker = self._markers / str(index)
+        if index % 4 == 0 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
@@ -175,6 +192,22 @@ def test_a_record_that_kills_three_processes_is_named() -> None:
         pytest.raises(DataError, match=r"3 decode .* decoded record 5; the last one was killed by"),
     ):
         loader.batch(0, 0)
+
+
+def test_processes_may_be_killed_again_and_again_while_others_work(tmp_path: Path) -> None:
+    source = OftenFatalSource(numbered(60), tmp_path)
+    order = Order(size=60, batch_size=60, shuffle=False)
+    with loader_of(source, 60, order=order, workers=2) as loader:
+        assert loader.batch(0, 0).labels.tolist() == list(range(60))
+    assert len(list(tmp_path.iterdir())) == 15
+
+
+def test_a_server_ends_when_the_training_process_is_killed_with_its_events_unread() -> None:
+    training, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    requests.send(b"an event")
+    training.close()
+    serve(requests, ServerSetup(makers=(), queue=(-1, -1, -1), ring=-1, reports=-1))
+    requests.close()
 
 
 def test_a_process_that_hangs_while_others_work_is_replaced(tmp_path: Path) -> None:

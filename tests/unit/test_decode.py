@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from paceline.data.image.augment import View
 from paceline.data.image.color_jitter import Jitter, jittered
 from paceline.data.image.decode import decode
+from paceline.data.image.jpeg import jpeg_orientation
 from paceline.data.source import Pixels
 from paceline.errors import DataError
 
@@ -248,6 +249,12 @@ def test_an_orientation_in_the_file_is_applied(kind: str, orientation: int, size
     expected = turned.convert("RGB").crop((4, 4, 44, 44)).resize((size, size), 2)
     _, mean = _difference(out, np.asarray(expected))
     assert mean < (0.5 if kind == "PNG" else 3)
+
+
+def test_an_orientation_is_found_in_a_file_with_bytes_between_its_segments() -> None:
+    data = _with_orientation(_picture(64, 48), "JPEG", 6)
+    odd = data[:2] + b"\xff" + data[2:]  # a byte that fills, as the format allows
+    assert jpeg_orientation(odd) == jpeg_orientation(data) == 6
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 300])

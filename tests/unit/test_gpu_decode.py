@@ -26,7 +26,7 @@ from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
 from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder, KeptPixels
 from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
-from paceline.data.gpu_decode.file_maker import HEADER, FileMaker
+from paceline.data.gpu_decode.file_maker import FILE, KIND, LENGTH, WIDTH, FileMaker, headers_of
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.image.augment import Transform
@@ -109,7 +109,8 @@ def _room(maker: FileMaker, records: Indices) -> Iterator[tuple[Room, dict[int, 
     """What a decode process makes of records, and what is wrong with them."""
     ring = Ring(cuda=False)
     room = ring.take(len(records), maker.sample_bytes, pinned=maker.pinned)
-    room.samples[:, :HEADER] = 7  # of an earlier batch
+    headers_of(room.samples)[:, KIND] = FILE  # of an earlier batch
+    headers_of(room.samples)[:, LENGTH : WIDTH + 1] = 9
     room.records[:] = records
     bad: dict[int, DataError] = {}
     for at, numbers in enumerate(maker.numbers(3, records)):

@@ -57,6 +57,9 @@ class Candidate:
     name: str
     label: int
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders:
@@ -152,7 +155,8 @@ def _walk(
         return
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda e: e.name):
-            path, entry_name = folder / entry.name, f"{name}/{entry.name}"
+            path = folder / entry.name
+            entry_name = f"{name}/{entry.name}"
             if _is_left_behind(entry.name):
                 yield None
             elif path.is_dir() if entry.is_symlink() else entry.is_dir():

@@ -66,7 +66,7 @@ def _write_records(
     """Write all records but damaged ones, and report what is wrong with those."""
     make = partial(_made, config, source, database.format)
     with closing(
-        ordered_map(make, range(len(source)), workers=config.workers, meter=meter)
+        ordered_map(make, range(len(source)), noun="record", workers=config.workers, meter=meter)
     ) as results:
         for made in results:
             if isinstance(made, tuple):

@@ -82,7 +82,9 @@ def _write_records(
         candidates = shuffled(candidates, config.shuffle_seed)
     width = max(8, len(str(len(candidates))))  # keys of any number sort as numbers
     make = partial(_stored, config)
-    with closing(ordered_map(make, candidates, workers=config.workers, meter=meter)) as results:
+    with closing(
+        ordered_map(make, candidates, noun="image", workers=config.workers, meter=meter)
+    ) as results:
         for candidate, stored in zip(candidates, results, strict=True):
             if stored is None:
                 database.skipped += 1

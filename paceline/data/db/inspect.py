@@ -73,7 +73,9 @@ def inspect_database(config: DbInfoConfig, meter: Meter) -> Report:
         )
         examine = partial(_examine, source)
         with closing(
-            ordered_map(examine, range(len(source)), workers=config.workers, meter=meter)
+            ordered_map(
+                examine, range(len(source)), noun="record", workers=config.workers, meter=meter
+            )
         ) as findings:
             for finding in findings:
                 if isinstance(finding, str):

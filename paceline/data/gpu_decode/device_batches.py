@@ -31,7 +31,7 @@ class DeviceMaking:
 
     Attributes:
         work: their files.
-        dropped: set where nobody wants them any more.
+        dropped: set once no step takes them any more.
         batch: the batch.
     """
 
@@ -149,7 +149,7 @@ def _decode(
     """Decode a batch once its files are there, in the thread.
 
     Raises:
-        DataError: nobody wants it any more.
+        DataError: no step takes it any more.
     """
     while not pool.is_made(making.work):
         if making.dropped.wait(_LOOK_S):
