@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,8 +30,8 @@ class Faults:
         cut_after: the number of puts that are sent before all connections end; None: they stay
             open.
         shuffled: whether puts get random priorities instead of their own.
-        ordered: puts of notifications with this number or a higher one are kept in order, because
-            several of them may be in flight to one peer at once.
+        ordered: puts of notifications with these numbers are kept in order, because several of
+            them may be in flight to one peer at once.
         seed: seed of the random delays and priorities.
     """
 
@@ -40,7 +39,7 @@ class Faults:
     lost: Callable[[int, int, int], bool] = lambda peer, notification, value: False
     cut_after: int | None = None
     shuffled: bool = False
-    ordered: int = sys.maxsize
+    ordered: range = range(0)
     seed: int = 0
 
 
@@ -94,7 +93,7 @@ class FaultyWindow(WindowWrapper):
         if self._faults.lost(peer, notification, value):
             return
 
-        ordered = notification >= self._faults.ordered
+        ordered = notification in self._faults.ordered
         if self._faults.shuffled and not ordered:
             priority = self._random.randrange(4)
 

@@ -30,7 +30,7 @@ from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.record_bytes import encoded_tensorprotos
 from tests.harness.processes.run_folders import events
 
-RECORDS = 60_000
+RECORDS = 30_000
 COMMAND = (sys.executable, "-m", "paceline.cli.main")
 FLAGS = (
     *("train", "--train_data", "data", "--model", "resnet20", "--image_size", "64"),
@@ -65,7 +65,7 @@ def decoders(root: int) -> list[psutil.Process]:
     for each in below:
         with suppress(psutil.NoSuchProcess):  # it has just ended
             if "fork_server" in " ".join(each.cmdline()):
-                found += each.children()
+                found += [child for child in each.children() if has_not_ended(child)]
     return found
 
 
@@ -111,18 +111,21 @@ def faults(kills: int, stops: int, seed: int, records: int = RECORDS) -> str:
                 return len(present) == 3
 
             if not until(all_run, 60):
-                break  # the run has ended
+                break  # the run has ended, or an ended process wasn't replaced
             victim = chance.choice(present)
             time.sleep(chance.uniform(0, 0.2))
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):  # the run has ended
                 victim.send_signal(number)
                 done += 1
-            if number == signal.SIGSTOP:
-                until(lambda victim=victim: not victim.is_running(), 30)  # type: ignore[misc]
+            if not until(lambda victim=victim: not has_not_ended(victim), 60):  # type: ignore[misc]
+                break
+        state = (
+            f"the last to {victim.pid}; then the decode processes were {decoders(disturbed.pid)}"
+        )
         status = disturbed.wait()
         text = (folder / "disturbed.log").read_text()
         if status or done < len(wanted):
-            return f"seed {seed}: status {status}, {done} of {len(wanted)} faults\n{text}"
+            return f"seed {seed}: status {status}, {done} of {len(wanted)} faults, {state}\n{text}"
         if losses(folder, "calm") != losses(folder, "disturbed"):
             return f"seed {seed}: the losses differ"
         ledger = subprocess.run(

@@ -37,6 +37,7 @@ from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence.large_batch import Training, largest_difference, made_up_batches
+from tests.harness.equivalence.put_synchronizers import flags_of
 from tests.harness.network.window_kinds import Make, bootstraps
 
 KINDS = ("inprocess", "shared", "tcp", "machines")
@@ -131,8 +132,8 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
             window = open_window(binding, size, notifications)(rank)
             if drawn.delay is None:
                 return window
-            flags, seed = 2 * (notifications - 1) // 3, drawn.seed + rank
-            faults = Faults(delay=drawn.delay, shuffled=True, ordered=flags, seed=seed)
+            flags = flags_of(notifications)
+            faults = Faults(delay=drawn.delay, shuffled=True, ordered=flags, seed=drawn.seed + rank)
             return FaultyWindow(window, faults)
 
         topology = Topology.of(drawn.machines)

@@ -25,7 +25,7 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
-from paceline.reduce.put_engine.layout import Layout, Topology
+from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.reduce.put_engine.shard_server import ShardServer
 from paceline.run.generation_context import GenerationContext
 from paceline.update.shard_optimizer import ShardOptimizer
@@ -146,8 +146,7 @@ def notified(
             window = groups[number].window(rank)
             if not faults:
                 return window
-            flags = 2 * (notifications - 1) // 3  # a rank that used all parameters waits for none
-            return FaultyWindow(window, Faults(seed=rank, ordered=flags))
+            return FaultyWindow(window, Faults(seed=rank, ordered=flags_of(notifications)))
 
         options = PutOptions(
             open_window=open_window,
@@ -171,6 +170,12 @@ def notified(
 
     make.updater = ShardOptimizer if kind is make_sharded else make_updater  # type: ignore[attr-defined]
     return make
+
+
+def flags_of(notifications: int) -> range:
+    """Return the notifications of flags: a rank that used all parameters waits for none of them."""
+    buckets = (notifications - 1) // 4  # four kinds, and the last notification
+    return range(FLAGS * buckets, (FLAGS + 1) * buckets)
 
 
 def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
