@@ -101,7 +101,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         worker=worker,
         launched=launched,
         note="" if worker else note_on(variables, launched),
-        refusal="" if worker else spawned_refusal(variables),
+        refusal="" if worker else spawned_refusal(),
         interactive=worker is None and is_interactive(),
     )
 

@@ -36,42 +36,42 @@ class HookGuard:
     Args:
         parameters: the parameters, each of which has a hook of its own after accumulation.
         names: their names.
-        own: returns the numbers of these hooks.
-        exchanged: returns whether the gradients of a backward pass are exchanged.
+
+    Attributes:
+        compares: whether changes are refused in the backward pass that follows a look.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
-        own: Callable[[], Collection[int]],
-        exchanged: Callable[[], bool],
     ) -> None:
         self._parameters, self._names = parameters, names
-        self._own, self._exchanged = own, exchanged
-        self._compares = True
+        self.compares = True
         self._newest: list[int] = []  # of the hooks at the last look
         self._comparisons: dict[tuple[int, bool], _Comparison] = {}
 
-    def look(self, *, compares: bool = True) -> None:
+    def look(self, own: Sequence[RemovableHandle], *, compares: bool) -> None:
         """Look for hooks that a script has registered or removed; before a backward pass.
 
         The replica's own hooks come last from then on: what is sent is what a script's have made.
 
         Args:
-            compares: whether changes are refused: not where there is one rank.
+            own: the parameters' own hooks.
+            compares: whether changes are refused: not where there is one rank, nor of gradients
+                that aren't exchanged.
         """
-        self._compares = compares
+        self.compares = compares
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             before = [*map(_BEFORE_ACCUMULATION, self._parameters)]
             after = [*map(_AFTER_ACCUMULATION, self._parameters)]
         if self._newest_of(before, after) == self._newest:
             return
-        own = self._own()
+        numbers = {handle.id for handle in own}
         for accumulated, tables in ((False, before), (True, after)):
             for index, hooks in enumerate(tables):
                 if hooks:
-                    self._surround(index, hooks, own, accumulated=accumulated)
+                    self._surround(index, hooks, numbers, accumulated=accumulated)
         self._newest = self._newest_of(before, after)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class HookGuard:
                 self._names[index],
                 hooks,
                 foreign,
-                lambda: self._compares and self._exchanged(),
+                lambda: self.compares,
                 accumulated=accumulated,
             )
 

@@ -54,7 +54,6 @@ class ReplicaHooks:
         trained: the trained parameters.
         synchronizer: the synchronizer of their gradients.
         gradients: the gradients of the current step.
-        hook_guard: guard of the gradients in backward.
         exchanging: whether gradients are sent as soon as they are complete; otherwise, they
             accumulate.
         reads: which modules read which parameters; None until the first step has traced the reads.
@@ -88,12 +87,7 @@ class ReplicaHooks:
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
         self._waits = ExitStack()  # closed, it removes the waits from the model
         self._handles: list[RemovableHandle] = []
-        self.hook_guard = HookGuard(
-            list(self.gradients.parameters),
-            self.gradients.names,
-            own=lambda: {handle.id for handle in self._handles},
-            exchanged=lambda: self._running or not self.exchanging,
-        )
+        self._hook_guard = HookGuard(list(self.gradients.parameters), self.gradients.names)
         self.install_statistics = synchronizer.install_statistics
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
@@ -174,7 +168,7 @@ class ReplicaHooks:
         self._watch.end()
         if self._tracer is not None:
             self._tracer.finish(())
-        self.hook_guard.close()
+        self._hook_guard.close()
         self._hook_gradients(None)
         self._waits.close()
         self.synchronizer.close()
@@ -248,6 +242,15 @@ class ReplicaHooks:
             self.gradients.expect()
         else:
             self.gradients.take(range(index, index + 1))
+
+    def before_backward(self, *, alone: bool) -> None:
+        """Look for a script's hooks that change gradients in the backward that follows.
+
+        Args:
+            alone: whether there is one rank.
+        """
+        exchanged = self._running or not self.exchanging
+        self._hook_guard.look(self._handles, compares=exchanged and not alone)
 
     def note_kept(self) -> None:
         """Note which gradients are kept, before backward passes outside of a step."""

@@ -23,6 +23,7 @@ same ones. It does the same where another exchange continues (`next_plan`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,6 +110,7 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self.on_loss: Callable[[CommError], None] | None = None
+        self._thread = threading.get_ident()  # of its steps
         self._has_graphs = False  # a backward has made gradients that can be differentiated
         self._settled = False  # since the last step's end
         self._when_settled: list[tuple[int, int]] = []  # the parameters' versions and addresses
@@ -224,6 +226,7 @@ class Replica:
         """
         self._bind_anew_if_changed()
         self._number = number
+        self._thread = threading.get_ident()
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
@@ -243,7 +246,7 @@ class Replica:
         self._binding.finish_tracing()
 
     def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
-        """Look at a backward pass before it runs.
+        """Look at a backward pass before it runs, in the thread of the replica's steps.
 
         Args:
             inputs: with respect to which gradients are returned; empty where they accumulate.
@@ -253,9 +256,9 @@ class Replica:
             ConfigError: gradients of trained parameters are going to be differentiated, and this
                 rank isn't the only one.
         """
-        if self._hooks is None:
+        if self._hooks is None or threading.get_ident() != self._thread:
             return
-        self._hooks.hook_guard.look(compares=not self._binder.alone)
+        self._hooks.before_backward(alone=self._binder.alone)
         if not create_graph or self._binder.alone or self._number is None:
             return
         self._has_graphs |= not inputs

@@ -18,7 +18,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -129,7 +128,7 @@ def require_whole(name: str, tensor: Tensor) -> None:
     """Require that a parameter or buffer is a whole tensor with values in memory of its own.
 
     Raises:
-        ConfigError: it has no shape yet, is a part of a tensor or made of other tensors, or sparse.
+        ConfigError: it has no shape yet, is a part of a tensor, or is made of other tensors.
     """
     if is_lazy(tensor):
         raise ConfigError(
@@ -147,11 +146,6 @@ def require_whole(name: str, tensor: Tensor) -> None:
         raise ConfigError(
             f"{name} is a {kind}, which is made of other tensors (quantised ones, say): give "
             "paceline.parallelize() a model of plain tensors, and convert it after the training."
-        )
-    if tensor.layout is not torch.strided:
-        raise ConfigError(
-            f"{name} has layout {tensor.layout}, which isn't sent to the other ranks: keep its "
-            "indices and values in two tensors."
         )
 
 

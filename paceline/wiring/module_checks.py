@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.replica.read_tracing import renormalised, scaled_by_frequency
@@ -22,10 +22,10 @@ def require_supported_modules(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         path = f"the model's {name}" if name else "the model"
-        for kind in type(module).__mro__:
-            if kind.__name__ in _EXCHANGES:
+        for base in type(module).__mro__:
+            if base.__name__ in _EXCHANGES:
                 raise ConfigError(
-                    f"{path} is wrapped in {kind.__name__}, which exchanges gradients or "
+                    f"{path} is wrapped in {base.__name__}, which exchanges gradients or "
                     "parameters, too: pass the unwrapped module."
                 )
         if isinstance(module, torch.jit.ScriptModule):
@@ -39,6 +39,16 @@ def require_supported_modules(model: nn.Module) -> None:
                 raise renormalised(f"{path} has max_norm={module.max_norm}")
             if module.scale_grad_by_freq:
                 raise scaled_by_frequency(f"{path} has scale_grad_by_freq=True")
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                require_whole(f"the model's {name}.{key}" if name else f"the model's {key}", tensor)
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    require_whole(f"the model's {f'{name}.{key}' if name else key}", tensor)
+                    _require_dense(tensor, f"{path} has a {kind} {key}")
+
+
+def _require_dense(tensor: Tensor, subject: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"{subject} of layout {tensor.layout}, which isn't sent to the other ranks: keep its "
+            "indices and values in two of them."
+        )

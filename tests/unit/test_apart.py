@@ -39,12 +39,6 @@ def in_child(function: Callable[..., Any], *arguments: object) -> int | None:
     return child.exitcode
 
 
-@pytest.fixture(autouse=True)
-def no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-
-
 def test_join_in_a_process_of_torchs_spawn_is_refused() -> None:
     with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
         torch.multiprocessing.start_processes(join_and_close, nprocs=1, start_method="fork")
@@ -52,14 +46,6 @@ def test_join_in_a_process_of_torchs_spawn_is_refused() -> None:
     assert "was started by torch.multiprocessing.spawn(), and no launcher describes it" in text
     assert "`paceline launch -n 2 -- python …`" in text
     assert "paceline.launch(train, …, workers=2)" in text
-
-
-def test_join_in_a_process_with_a_rendezvous_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", "12355")
-    assert in_child(join_and_close)
-    assert "started by multiprocessing, with MASTER_PORT set, and no" in capfd.readouterr().err
 
 
 def test_join_in_another_process_of_multiprocessing_has_a_note(

@@ -277,7 +277,7 @@ def test_agents_of_torchrun_that_know_only_of_themselves_have_a_note(outer: dict
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"},
             "LOCAL_WORLD_SIZE isn't: start all processes with torchrun",
         ),
-        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}, "or with `paceline launch`"),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE aren't"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "start all processes with srun"),
         (
             {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"},

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadLauncher:
@@ -24,17 +22,17 @@ class UnreadLauncher:
 
     Attributes:
         command: the launcher's command, for messages.
-        rank: its variable of the rank.
-        size: its variable of the world size; "" if there is none.
+        rank_name: its variable of the rank.
+        size_name: its variable of the world size; "" if there is none.
     """
 
     command: str
-    rank: str
-    size: str
+    rank_name: str
+    size_name: str
 
 
 UNREAD = tuple(
-    UnreadLauncher(command=command, rank=rank, size=size)
+    UnreadLauncher(command=command, rank_name=rank, size_name=size)
     for command, rank, size in (
         ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
         ("bpslaunch", "DMLC_WORKER_ID", "DMLC_NUM_WORKER"),
@@ -62,10 +60,10 @@ def unread_launcher(variables: Mapping[str, str], *, in_srun_shell: bool) -> str
             how many tasks have no shell.
     """
     for row in UNREAD:
-        rank, size = _number(variables, row.rank), _number(variables, row.size)
-        of_slurm = in_srun_shell and row.rank.startswith("PMI")
+        rank, size = _number(variables, row.rank_name), _number(variables, row.size_name)
+        of_slurm = in_srun_shell and row.rank_name.startswith("PMI")
         if (rank > 0 or size > 1) and not of_slurm:
-            names = [name for name in (row.rank, row.size) if name in variables]
+            names = [name for name in (row.rank_name, row.size_name) if name in variables]
             given = " and ".join(f"{name} {variables[name]}" for name in names)
             count = str(size) if size > 1 else "several"
             number = str(size) if size > 1 else "N"
@@ -103,25 +101,18 @@ def apart_agents(
     )
 
 
-def spawned_refusal(variables: Mapping[str, str]) -> str:
-    """Return why a process must not be a world of its own, which multiprocessing started.
-
-    It is meant to train with others where torch's `spawn` started it, or where a rendezvous is set.
+def spawned_refusal() -> str:
+    """Return why a process that torch's `spawn` started must not be a world of its own.
 
     Returns:
-        a sentence; "" if it may be one.
+        a sentence; "" in any other process.
     """
-    if multiprocessing.parent_process() is None:
-        return ""
     target = getattr(multiprocessing.current_process(), "_target", None)
-    by_torch = getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
-    given = [name for name in _RENDEZVOUS if name in variables]
-    if not (by_torch or given):
+    if getattr(target, "__module__", "") != "torch.multiprocessing.spawn":
         return ""
-    how = "torch.multiprocessing.spawn()" if by_torch else f"multiprocessing, with {given[0]} set"
     return (
-        f"this process was started by {how}, and no launcher describes it, so it would be a world "
-        f"of one and train alone: {_SPAWN_REMEDY}."
+        "this process was started by torch.multiprocessing.spawn(), and no launcher describes it, "
+        f"so it would be a world of one and train alone: {_SPAWN_REMEDY}."
     )
 
 

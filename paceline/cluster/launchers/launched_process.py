@@ -97,8 +97,8 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], command: str) 
         verb = ("are" if len(present) > 1 else "is", "aren't" if len(missing) > 1 else "isn't")
         raise ConfigError(
             f"{' and '.join(present)} {verb[0]} set and {', '.join(missing)} {verb[1]}: start all "
-            f"processes with {command}, which sets all of these variables, or with `paceline "
-            f"launch`, or unset {' and '.join(present)}."
+            f"processes with {command}, which sets all of these variables, or unset "
+            f"{' and '.join(present)}."
         )
 
 
