@@ -324,3 +324,40 @@ def test_gradients_of_copies_may_be_differentiated() -> None:
     )
     for state in training.on_threads(2, 2_000):
         assert largest_difference(state, training.alone()) < 1e-10
+
+
+class Parabola(nn.Module):
+    """w x^2 + b, whose slope doesn't depend on b: a penalty on it leaves b without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(1, dtype=torch.float64))
+        self.b = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x.square() + self.b * x / x
+
+
+class PenaltyAlone:
+    def __call__(
+        self, world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
+    ) -> None:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (slope - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_without_another_loss_is_exact(kind: str) -> None:
+    torch.manual_seed(1)
+    x = torch.rand(6, dtype=torch.float64) + 1
+    training = Training(
+        Parabola(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        [(x, x)] * 4,
+        make_step=PenaltyAlone,
+    )
+    for state in training.on_threads(2, 2_000, **KINDS[kind]()):
+        assert largest_difference(state, training.alone()) < 1e-10
