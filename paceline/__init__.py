@@ -11,6 +11,8 @@ The library's names are imported at their first use, so that `import paceline` d
 
 from __future__ import annotations
 
+import atexit
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -77,3 +79,15 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names."""
     return sorted({*globals(), *__all__})
+
+
+def _note_at_exit() -> None:
+    """Say that a script has imported this package and torch and ends without having joined."""
+    failed, is_command = hasattr(sys, "last_value"), "paceline.cli.main" in sys.modules
+    if failed or is_command or "torch" not in sys.modules:
+        return
+    if note := import_module("paceline.cluster.environment").note_at_exit():
+        import_module("paceline.cluster.supervision.supervisor").print_message(note)
+
+
+atexit.register(_note_at_exit)

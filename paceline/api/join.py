@@ -18,7 +18,7 @@ from paceline.api.exit_handler import ExitHandler
 from paceline.api.open_world import end_earlier_world
 from paceline.api.session import Session
 from paceline.api.world import World
-from paceline.cluster.environment import read_environment
+from paceline.cluster.environment import Environment, is_interactive, read_environment
 from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import version_facts
@@ -115,7 +115,11 @@ def join(
         CommError: a process is late or can't be reached.
     """
     with errors_name_arguments():
-        environment = read_environment()
+        try:
+            environment = read_environment()
+        except ConfigError:
+            ExitHandler(Environment(interactive=is_interactive()))  # prints the sentence alone
+            raise
         end_earlier_world("paceline.join()", interactive=environment.interactive)
         exit_handler = ExitHandler(environment)
         worker = environment.worker

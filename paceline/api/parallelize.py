@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import (
@@ -272,11 +271,6 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: 
 
 
 def _check_model(model: nn.Module, world: World) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "the model is wrapped in DistributedDataParallel, which also exchanges gradients: pass "
-            "the unwrapped model."
-        )
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise ConfigError("the model is a single BatchNorm: put it into an nn.Sequential.")
     require_supported_modules(model)

@@ -1,7 +1,8 @@
 """`paceline launch`: runs a user's command in local workers, under the supervisor of `train`.
 
-Each worker learns its rank by `paceline.join()`; a command may also do without. The workers start
-together and end together: with the first failure, a signal, or the supervisor's end.
+Each worker learns its rank by `paceline.join()`. A command that ends well in several workers
+without having joined has failed: they worked apart. The workers start together and end together:
+with the first failure, a signal, or the supervisor's end.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 import torch
 
 from paceline.cli.flags import parse, takes
+from paceline.cluster.environment import note_for_supervisor
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision import parent_death_watchdog as parent_death_watchdog
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
-from paceline.cluster.supervision.supervisor import supervise
+from paceline.cluster.supervision.supervisor import print_message, supervise
 from paceline.config.launch import LaunchConfig
 from paceline.errors import ConfigError
 
@@ -59,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     workers = world.workers if counted else max(1, torch.cuda.device_count())
     plan = RunPlan.of(world, workers=workers)
     guarded = [sys.executable, "-I", "-S", parent_death_watchdog.__file__, *command]
-    plan = replace(plan, runs_command=True)
+    plan = replace(plan, runs_command=True, requires_join=True)
+    if note := note_for_supervisor(plan.machines, plan.workers):
+        print_message(note)
     return supervise(plan, guarded, open_endpoint=MachineEndpoint)
 
 

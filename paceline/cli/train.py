@@ -84,10 +84,17 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
         return 0
     if worker is not None or environment.launched is not None:
         return train_launched(config, environment)
-    return _supervise(config, argv)
+    return _supervise(config, argv, environment.note)
 
 
-def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
+def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
+    """Start this machine's workers.
+
+    Args:
+        config: the flags.
+        argv: the same, as text.
+        note: what a run of one worker must say, or "".
+    """
     sys.path.insert(0, "")  # for a user's own model, as with `python -m`
     gpus = torch.cuda.device_count()
     output = Path(config.output.output_dir)
@@ -106,8 +113,9 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
                 folder.finish()
             answer_finished(plan)
         return 0
-    for note in [*notes(config, gpus), *wiring.check(config, gpus)]:
-        print_message(note)
+    alone = [note] if note and plan.machines * plan.workers == 1 else []
+    for text in [*alone, *notes(config, gpus), *wiring.check(config, gpus)]:
+        print_message(text)
     command = [sys.executable, "-m", "paceline.cli.main"]
     averaging = config.average
     serves = averaging.average_through == "server" and plan.machine == 0

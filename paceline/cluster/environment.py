@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cluster.json_record import JsonRecord
+from paceline.cluster.launchers.apart import spawned_refusal
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.launchers.launchers import launched_by
+from paceline.cluster.launchers.launchers import command_of, launched_by, note_on, unread_by
 from paceline.cluster.stores.store_spec import StoreSpec
 from paceline.errors import ConfigError
 
@@ -69,26 +71,84 @@ class Environment:
             started it as one of several; else None.
         interactive: whether the process is a user's interactive interpreter, such as a notebook's
             kernel, which must outlive an error and an interrupt.
+        note: a note for the user on a process that may train alone without meaning to; or "".
+        refusal: why the process must not be a world of its own, a sentence; or "".
     """
 
     worker: WorkerEnvironment | None = None
     launched: LaunchedProcess | None = None
     interactive: bool = False
+    note: str = ""
+    refusal: str = ""
+
+
+_was_read = False  # by this process: it has joined, or starts workers
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the launcher's variables; by default this process's own.
 
     Raises:
-        ConfigError: they contradict each other, or some are missing; names them.
+        ConfigError: they contradict each other, some are missing, or they are of a launcher that
+            isn't supported; names them.
     """
+    global _was_read
+    _was_read = True
     variables = os.environ if variables is None else variables
     worker = worker_environment(variables)
+    launched = None if worker else launched_by(variables)
     return Environment(
         worker=worker,
-        launched=None if worker else launched_by(variables),
-        interactive=worker is None and (hasattr(sys, "ps1") or bool(sys.flags.interactive)),
+        launched=launched,
+        note="" if worker else note_on(variables, launched),
+        refusal="" if worker else spawned_refusal(),
+        interactive=worker is None and is_interactive(),
     )
+
+
+def is_interactive() -> bool:
+    """Return whether this process is an interactive interpreter."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def note_at_exit() -> str:
+    """Return a note on a process that ends without having joined the others of its launcher; or "".
+
+    Under `paceline launch` the supervisor says so, and of other launchers' processes rank 0.
+    """
+    if _was_read or WORKER_VARIABLE in os.environ:
+        return ""
+    with suppress(ConfigError):
+        launched = launched_by(os.environ)
+        if launched is not None and launched.world_size > 1 and launched.rank == 0:
+            return (
+                f"this process ended without paceline.join(): {command_of(launched.launcher)} "
+                f"started {launched.world_size} processes, and each worked as if it were the only "
+                "one. Call paceline.join() in the script."
+            )
+    return ""
+
+
+def note_for_supervisor(machines: int, workers: int) -> str:
+    """Return a note on supervisors that a launcher started as several, and that know of one; or "".
+
+    Args:
+        machines: the number of the run's machines, each of which has a supervisor.
+        workers: the number of workers of this machine.
+    """
+    launched = None
+    with suppress(ConfigError):  # a supervisor doesn't need these variables
+        launched = launched_by(os.environ)
+    if launched is not None and launched.world_size > machines:
+        command, size = command_of(launched.launcher), launched.world_size
+        return (
+            f"{command} started this command {size} times, and each starts a run of its own, of "
+            f"{machines * workers} in all. To train together, start the script itself by "
+            f"{command}, or give --num_shards {size}, and each command its --shard_id."
+        )
+    if machines == 1 and (sentence := unread_by(os.environ)):
+        return sentence
+    return note_on(os.environ, launched) if machines * workers == 1 else ""
 
 
 def worker_environment(variables: Mapping[str, str] = os.environ) -> WorkerEnvironment | None:

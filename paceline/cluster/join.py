@@ -19,10 +19,12 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store
 
-from paceline.cluster.environment import Environment
+from paceline.cluster.environment import Environment, WorkerEnvironment
+from paceline.cluster.launchers.launched_process import LaunchedProcess
+from paceline.cluster.launchers.launchers import command_of, to_be_unset
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.launcher_store import open_rendezvous
 from paceline.cluster.rendezvous.process_rendezvous import form_world
 from paceline.cluster.stores.store_spec import StoreSpec
@@ -34,8 +36,11 @@ from paceline.cluster.supervision.process_end import (
     SupervisedEnd,
 )
 from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.supervision.supervisor_file import SupervisorFileLock
 from paceline.cluster.supervision.worker import read_world
-from paceline.errors import Message
+from paceline.errors import ConfigError, Message
+
+_QUIET_S = 10.0  # of a wait for the others: processes of many machines start seconds apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +115,26 @@ def join_world(
         interface_names: the network interfaces to use; none: all.
 
     Raises:
-        ConfigError: the launcher's numbers contradict each other, or the rendezvous is wrong.
+        ConfigError: the launcher's numbers contradict each other, the rendezvous is wrong, or
+            multiprocessing started the process to train with others.
         CommError: processes didn't come in time (names them), or can't reach each other.
     """
     keep_freed_memory()
     if environment.worker is not None:
+        place = _take_place(environment.worker)
         group, store = read_world(environment.worker)
         return Joined(
             group=group,
             store=store,
             launcher="paceline",
-            process_end=SupervisedEnd(environment.worker),
+            process_end=SupervisedEnd(environment.worker, place),
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
+        if environment.refusal:
+            raise ConfigError(environment.refusal)
+        if environment.note:
+            print_message(environment.note)
         return Joined(
             group=Group.world(_alone(), 0),
             store=HashStore(),
@@ -131,8 +142,10 @@ def join_world(
             process_end=ProcessEnd(),
         )
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
-    # With many processes, a line on what each waits for would be many lines.
-    deadline = Deadline(first_iter_timeout, no_report, time.sleep, remedy)
+    report = _WaitReport(launched)
+    deadline = Deadline(first_iter_timeout, report, time.sleep, remedy, quiet=_QUIET_S)
+    if environment.note and launched.rank == 0:
+        print_message(environment.note)
     server, job_space = open_rendezvous(
         launched, rendezvous, interface_names, first_iter_timeout, print_message
     )
@@ -147,6 +160,52 @@ def join_world(
             world, job_space, server, cleans_up=launched.rank == 0, timeout=timeout
         ),
     )
+
+
+def _take_place(worker: WorkerEnvironment) -> SupervisorFileLock:
+    """Take the worker's place in the world, which processes may have one after another.
+
+    All that a worker's command starts has its environment. Two processes that joined by it at once
+    would be in two worlds, each with one process of each worker.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    place = SupervisorFileLock(worker.error_file)
+    if place.taken:
+        raise ConfigError(
+            "paceline.join() was called in two processes that one worker of `paceline launch` "
+            f"started (local rank {worker.local_rank} of machine {worker.machine}), and the first "
+            "is still in its world: let `paceline launch -n` start all processes, and start none "
+            "by multiprocessing, torchrun or mpirun in them."
+        )
+    return place
+
+
+class _WaitReport:
+    """Report of a start that waits long, under a launcher: one line on each machine.
+
+    With many processes, a line on what each waits for, whenever that changes, would be many lines.
+
+    Args:
+        launched: this process.
+    """
+
+    def __init__(self, launched: LaunchedProcess) -> None:
+        self._launched = launched
+        self._reported = launched.local_rank > 0
+
+    def __call__(self, line: str) -> None:
+        """Print the line, if it is the first one."""
+        if self._reported:
+            return
+        self._reported = True
+        launched = self._launched
+        print_message(
+            f"{line}: {command_of(launched.launcher)}'s variables say that this process is rank "
+            f"{launched.rank} of {launched.world_size}. To train alone, start it without them: "
+            f"{to_be_unset(launched.launcher)}"
+        )
 
 
 def _alone() -> Generation:

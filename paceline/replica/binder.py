@@ -78,6 +78,7 @@ class ReplicaBinder:
         stateful: whether state is divided among ranks in the present binding, or was in the last;
             the same on all.
         bucketwise: whether the optimizer may update bucket by bucket.
+        alone: whether there is one rank.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ReplicaBinder:
         self._plan = first_plan()
         self._state_hooks = ExitStack()
         self.bindings, self.stateful, self.bucketwise = 0, False, False
+        self.alone = False
         self.hooks: ReplicaHooks | None = None
 
     def trained(self) -> TrainedParameters:
@@ -122,6 +124,7 @@ class ReplicaBinder:
         size = self._plan.bucket_bytes
         buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
         synchronizer = self._plan.make_synchronizer(buckets)
+        self.alone = self._communicator().world_size == 1
         self.bindings += 1
         self.stateful = synchronizer.state is not None
         self.bucketwise = is_bucketwise(self._optimizer)

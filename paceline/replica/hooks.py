@@ -28,6 +28,7 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
+from paceline.replica.hook_guard import HookGuard
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
@@ -86,6 +87,7 @@ class ReplicaHooks:
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
         self._waits = ExitStack()  # closed, it removes the waits from the model
         self._handles: list[RemovableHandle] = []
+        self._hook_guard = HookGuard(list(self.gradients.parameters), self.gradients.names)
         self.install_statistics = synchronizer.install_statistics
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
@@ -166,6 +168,7 @@ class ReplicaHooks:
         self._watch.end()
         if self._tracer is not None:
             self._tracer.finish(())
+        self._hook_guard.close()
         self._hook_gradients(None)
         self._waits.close()
         self.synchronizer.close()
@@ -239,6 +242,15 @@ class ReplicaHooks:
             self.gradients.expect()
         else:
             self.gradients.take(range(index, index + 1))
+
+    def before_backward(self, *, alone: bool) -> None:
+        """Look for a script's hooks that change gradients in the backward that follows.
+
+        Args:
+            alone: whether there is one rank.
+        """
+        exchanged = self._running or not self.exchanging
+        self._hook_guard.look(self._handles, compares=exchanged and not alone)
 
     def note_kept(self) -> None:
         """Note which gradients are kept, before backward passes outside of a step."""
@@ -432,6 +444,7 @@ class StepGradients:
     Attributes:
         parameters: the exchanged parameters with their buckets; a parameter's index is its position
             in this list.
+        names: the names of the parameters.
         numbers: for each parameter, the number of its bucket.
         open: for each parameter, whether a backward is under way that may complete its gradient.
         remaining: for each bucket, the number of gradients that it has yet to get.
@@ -444,12 +457,12 @@ class StepGradients:
         self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
         self.numbers = [bucket.index for bucket in buckets for _ in bucket.parameters]
         self._buckets = buckets
-        self._names = [name for bucket in buckets for name in bucket.names]
+        self.names = [name for bucket in buckets for name in bucket.names]
         self._list = list(self.parameters)
         self.reduced = False
         self.guard = GradientGuard(
             self._list,
-            self._names,
+            self.names,
             lambda name: ConfigError(
                 f"the gradient of {name} was modified between backward and optimizer.step() in "
                 f"step {self._number}, after it was sent: to modify gradients, call reduce() "
@@ -492,7 +505,7 @@ class StepGradients:
 
     def name_and_step(self, index: int) -> tuple[str, int]:
         """Return a parameter's name, and the step's number."""
-        return self._names[index], self._number
+        return self.names[index], self._number
 
     def require_expected(self, index: int) -> None:
         """Require that a gradient that backward has completed wasn't sent before.
@@ -502,7 +515,7 @@ class StepGradients:
         """
         if not self._expected[index]:
             raise ConfigError(
-                f"the gradient of {self._names[index]} was accumulated twice in step "
+                f"the gradient of {self.names[index]} was accumulated twice in step "
                 f"{self._number}: under no_sync(), run every backward pass of a step except the "
                 "last; call reduce() only after the last; if the model uses activation "
                 "checkpointing, give it use_reentrant=False."
@@ -541,7 +554,7 @@ class StepGradients:
         if layouts.count(torch.strided) < len(layouts):
             for index, gradient in zip(indices, gradients, strict=True):
                 if gradient is None:
-                    raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
+                    raise _stepped_inside(f"the gradient of {self.names[index]} was removed")
                 if gradient.is_sparse and not self._buckets[self.numbers[index]].row_sparse:
                     raise self._sparse(index)
         return gradients  # type: ignore[return-value]  # none is None
@@ -573,7 +586,7 @@ class StepGradients:
 
     def _sparse(self, index: int) -> ConfigError:
         return ConfigError(
-            f"the gradient of {self._names[index]} is sparse, which is supported for the weights "
+            f"the gradient of {self.names[index]} is sparse, which is supported for the weights "
             "of nn.Embedding and nn.EmbeddingBag with SGD, Adagrad or SparseAdam: create the layer "
             "with sparse=True before parallelize() and use one of these, or create it with "
             "sparse=False."

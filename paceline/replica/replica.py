@@ -23,6 +23,7 @@ same ones. It does the same where another exchange continues (`next_plan`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ from torch.optim import optimizer as optimizers
 from paceline.comm.communicator import Communicator
 from paceline.errors import CommError, ConfigError
 from paceline.recorder import NullRecorder, Recorder
+from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import ExchangePlan, ReplicaBinder
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
@@ -108,6 +110,8 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self.on_loss: Callable[[CommError], None] | None = None
+        self._thread = threading.get_ident()  # of its steps
+        self._has_graphs = False  # a backward has made gradients that can be differentiated
         self._settled = False  # since the last step's end
         self._when_settled: list[tuple[int, int]] = []  # the parameters' versions and addresses
         self._copier: StateCopier | None = None  # of the next step
@@ -139,6 +143,7 @@ class Replica:
             ),
             watch_scaler(optimizer, self._refuse_early_unscaling),
             lambda: unwatch_state(optimizer, self._settle_for_use),
+            watch_backward_calls(self),
         ]
 
     @property
@@ -221,6 +226,7 @@ class Replica:
         """
         self._bind_anew_if_changed()
         self._number = number
+        self._thread = threading.get_ident()
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
@@ -235,8 +241,40 @@ class Replica:
         if not self.stepped:
             self._end_without_update()
         self._share.end()
+        self._has_graphs = False
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
+
+    def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
+        """Look at a backward pass before it runs, in the thread of the replica's steps.
+
+        Args:
+            inputs: with respect to which gradients are returned; empty where they accumulate.
+            create_graph: whether the gradients can be differentiated.
+
+        Raises:
+            ConfigError: gradients of trained parameters are going to be differentiated, and this
+                rank isn't the only one.
+        """
+        if self._hooks is None or threading.get_ident() != self._thread:
+            return
+        self._hooks.before_backward(alone=self._binder.alone)
+        if not create_graph or self._binder.alone or self._number is None:
+            return
+        self._has_graphs |= not inputs
+        trained = self._hooks.gradients.parameters
+        for given in inputs:
+            node = getattr(given, "node", None)  # of a GradientEdge
+            tensor = getattr(node, "variable", given)
+            if isinstance(tensor, nn.Parameter) and tensor in trained:
+                raise ConfigError(
+                    "torch.autograd.grad(…, create_graph=True) was called for the gradient of "
+                    f"{self._hooks.trained.names[tensor]} in step {self._number}: it is the one "
+                    "of this rank's samples, so what a loss makes of it would differ from that of "
+                    "the global batch. Differentiate with respect to inputs; or, where each "
+                    "sample or task has its own gradient, with respect to a copy, "
+                    "parameter.clone()."
+                )
 
     def _end_without_update(self) -> None:
         """End the step, whose block has ended without `optimizer.step()`."""
@@ -271,8 +309,21 @@ class Replica:
         if not self._binding.gradients.reduced:
             self._watch.end()
             self._binding.require_kept_gradients()
+            if self._has_graphs:
+                self._refuse_graphs()
             self._binding.gradients.before_reduce()
             self._binding.synchronizer.reduce()
+
+    def _refuse_graphs(self) -> None:
+        """Refuse gradients that can be differentiated, which their mean can't be."""
+        for p in self._binding.gradients.parameters:
+            if p.grad is not None and p.grad.requires_grad:
+                raise ConfigError(
+                    f"the gradient of {self._binding.trained.names[p]} is used after a backward "
+                    "with create_graph=True: the mean over the global batch takes its place, which "
+                    "can't be differentiated. Leave out create_graph=True, or differentiate what "
+                    "torch.autograd.grad(…, inputs, create_graph=True) returns."
+                )
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.errors import ConfigError
 from paceline.update.updater import takes_sparse_gradients
@@ -103,17 +104,14 @@ class TrainedParameters:
             counts[p.shape] += 1
             which = "a parameter" if counts[p.shape] == 1 else f"parameter {counts[p.shape]}"
             names[p] = f"{which} of shape {tuple(p.shape)}, not the model's,"
-        for p, name in names.items():
-            if is_lazy(p):
-                raise ConfigError(
-                    f"{name} is uninitialised (lazy): run one batch through the model before "
-                    "paceline.parallelize()."
-                )
+        buffers = dict(model.named_buffers()) if scope.first else {}
+        for name, tensor in chain(((name, p) for p, name in names.items()), buffers.items()):
+            require_whole(name, tensor)
         return TrainedParameters(
             fingerprint=fingerprint_of(optimizer),
             names=names,
             groups=groups,
-            buffers=tuple(model.buffers() if scope.first else ()),
+            buffers=tuple(buffers.values()),
             row_sparse=row_sparse_parameters(model)
             if takes_sparse_gradients(optimizer)
             else frozenset(),
@@ -124,6 +122,31 @@ class TrainedParameters:
     def tensors(self) -> list[Tensor]:
         """All tensors that must be equal on all ranks."""
         return [*self.names, *self.buffers]
+
+
+def require_whole(name: str, tensor: Tensor) -> None:
+    """Require that a parameter or buffer is a whole tensor with values in memory of its own.
+
+    Raises:
+        ConfigError: it has no shape yet, is a part of a tensor, or is made of other tensors.
+    """
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"{name} is uninitialised (lazy): run one batch through the model before "
+            "paceline.parallelize()."
+        )
+    kind = type(tensor).__name__
+    if kind == "DTensor":
+        raise ConfigError(
+            f"{name} is a DTensor, of which each rank may have a part (FSDP2's fully_shard(), "
+            "tensor parallelism): give paceline.parallelize() a model of whole tensors. "
+            'update="sharded" divides the optimizer\'s state among the ranks.'
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise ConfigError(
+            f"{name} is a {kind}, which is made of other tensors (quantised ones, say): give "
+            "paceline.parallelize() a model of plain tensors, and convert it after the training."
+        )
 
 
 def fingerprint_of(optimizer: Optimizer) -> Fingerprint:

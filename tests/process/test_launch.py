@@ -46,9 +46,58 @@ def test_two_machines_scripts_are_a_world(tmp_path: Path) -> None:
     check_world(tmp_path, "paceline", [1, 2])
 
 
-def test_a_command_that_asks_for_no_place_is_fine(tmp_path: Path) -> None:
+def test_a_command_that_asks_for_no_place_has_worked_apart(tmp_path: Path) -> None:
     ended = launch(tmp_path, "-n", "2", "--", "sh", "-c", "echo alike; cat")  # nothing to read
-    assert (ended.status, ended.text) == (0, "alike\nalike\n")
+    assert ended.status == 1
+    assert ended.text == (
+        "alike\nalike\npaceline: the command ended without paceline.join(): its 2 processes worked "
+        "apart, each as if it were the only one. Call paceline.join() before training, or start "
+        "one process.\n"
+    )
+
+
+def test_one_process_need_not_join(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "-n", "1", "--", "echo", "alone")
+    assert (ended.status, ended.text) == (0, "alone\n")
+
+
+def test_two_machines_commands_that_never_join_have_worked_apart(tmp_path: Path) -> None:
+    place = ("--num_shards", "2", "--run_id", "r", "--file_store_path", str(tmp_path))
+    machines = [start(tmp_path, *place, "--shard_id", i, "--", "echo", "alike") for i in "01"]
+    ends = [machine.wait() for machine in machines]
+    assert [end.status for end in ends] == [1, 1], ends
+    assert all("its 2 processes worked apart" in end.text for end in ends), ends
+
+
+TWO_PROCESSES = """
+import multiprocessing, sys, time, paceline
+
+def join(refused):
+    try:
+        world = paceline.join(device="cpu")
+    except paceline.ConfigError:
+        refused.set()
+        raise
+    refused.wait(60)
+    world.close()
+
+context = multiprocessing.get_context("fork")
+refused = context.Event()
+processes = [context.Process(target=join, args=(refused,)) for _ in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print(sorted(process.exitcode for process in processes))
+"""
+
+
+def test_two_processes_of_a_worker_dont_join_two_worlds(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "-n", "2", "--", sys.executable, "-c", TWO_PROCESSES)
+    assert ended.status == 0, ended.text
+    assert ended.text.count("[0, 1]\n") == 2
+    sentence = "join() was called in two processes that one worker of `paceline launch` started"
+    assert ended.text.count(sentence) == 2
 
 
 def test_a_failing_scripts_status_is_the_launchs(tmp_path: Path) -> None:

@@ -327,8 +327,11 @@ assert isinstance(a0, Answer) and len({a0.value, a1.value, os.getpid()}) == 3
 assert alone[:3] == (0, 1, 10)
 """
     unpicklable = "print(paceline.launch(lambda: (part for part in parts), workers=1))"
-    ended = run(FUNCTION, check, unpicklable, folder=tmp_path)
+    apart = "print(paceline.launch(lambda: 7, workers=2))"
+    ended = run(FUNCTION, check, unpicklable, apart, folder=tmp_path)
     assert "cell 1: done\n" in ended.text, ended.text
+    assert "the function ended without paceline.join(): its 2 processes worked apart" in ended.text
+    assert "[7, 7]\ncell 3: done" in ended.text
     assert "rank 0's result can't be sent to the caller (cannot pickle 'generator'" in ended.text
     assert "[None]\ncell 2: done" in ended.text
 

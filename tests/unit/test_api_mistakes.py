@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 import paceline
@@ -357,6 +361,92 @@ def test_a_sparse_buffer(world: World) -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("graph", torch.eye(3).to_sparse())
     with pytest.raises(ConfigError, match=r"^the model has a buffer graph of layout torch\.sparse"):
+        bound(world, model)
+
+
+def test_a_sparse_parameter(world: World) -> None:
+    model = nn.Linear(3, 3)
+    model.register_parameter("graph", nn.Parameter(torch.eye(3).to_sparse()))
+    with pytest.raises(ConfigError, match=r"^the model has a parameter graph of layout torch\.s"):
+        bound(world, model)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("sync", ["auto", "average"])
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.LazyLinear, "weight"),
+        (nn.LazyConv2d, "weight"),
+        (nn.LazyBatchNorm1d, "running_mean"),  # it has no parameters
+    ],
+)
+def test_a_lazy_module(world: World, layer: Any, name: str, sync: str) -> None:
+    options: dict[str, Any] = {
+        nn.LazyConv2d: {"out_channels": 2, "kernel_size": 1},
+        nn.LazyLinear: {"out_features": 2},
+        nn.LazyBatchNorm1d: {"affine": False},
+    }[layer]
+    model = nn.Sequential(nn.Linear(2, 2), layer(**options))
+    with pytest.raises(
+        ConfigError, match=rf"^the model's 1\.{name} is uninitialised \(lazy\): run"
+    ):
+        paceline.parallelize(model, sgd(model), world, sync=sync)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sync", ["auto", "average"])
+@pytest.mark.parametrize("way", ["fully_shard", "distribute_module"])
+def test_a_module_of_parts(world: World, mesh: Any, way: str, sync: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3))
+    if way == "fully_shard":
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    else:
+        model = torch.distributed.tensor.distribute_module(model, mesh)
+    with pytest.raises(
+        ConfigError, match=r"^the model's 0\.weight is a DTensor, .*fully_shard\(\), tensor para"
+    ):
+        paceline.parallelize(model, sgd(model), world, sync=sync)
+
+
+def test_parameters_of_parts_that_the_optimizer_alone_has(world: World, mesh: Any) -> None:
+    model = nn.Linear(3, 3)
+    part = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
+    optimizer = torch.optim.SGD([*model.parameters(), part], lr=0.1)
+    with pytest.raises(ConfigError, match=r"shape \(2,\), not the model's, is a DTensor"):
+        paceline.parallelize(model, optimizer, world)
+
+
+def test_a_module_that_is_divided_later(world: World, mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 3)).double()
+    optimizer = bound(world, model)
+    in_step(world, lambda: backward(model), optimizer.step)
+    part = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(3), mesh))
+    model[0].bias = part
+    optimizer.add_param_group({"params": [part]})
+    with pytest.raises(ConfigError, match=r"^0\.bias is a DTensor"):
+        in_step(world)
+
+
+def test_a_tensor_of_other_tensors(world: World) -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("scales", TwoTensor(torch.ones(3), torch.ones(3)))  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigError, match=r"^the model's scales is a TwoTensor, which is made of"):
+        bound(world, model)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_exchanges_by_itself(world: World, mesh: Any, inside: bool) -> None:
+    wrapped: nn.Module = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model, name = (nn.Sequential(wrapped), "the model's 0") if inside else (wrapped, "the model")
+    with pytest.raises(ConfigError, match=rf"^{name} is wrapped in DistributedDataParallel, which"):
         bound(world, model)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import subprocess
 from collections.abc import Mapping
 
 import pytest
 
-from paceline.cluster.environment import read_environment
+from paceline.cluster.environment import note_for_supervisor, read_environment
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.launchers.slurm import expand_counts, expand_nodes, port_of
@@ -172,6 +176,155 @@ def test_a_requeued_job_is_another_start() -> None:
 def test_a_process_alone_is_nobodys(variables: dict[str, str]) -> None:
     environment = read_environment(variables)
     assert (environment.launched, environment.worker) == (None, None)
+
+
+SHELL_OF_SRUN = SRUN | {
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "40001",
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"SLURM_TASK_PID": ""}, {"PMI_RANK": "0", "PMI_SIZE": "7"}])
+def test_the_shell_of_srun_is_alone_with_a_note(more: dict[str, str]) -> None:
+    environment = read_environment(SHELL_OF_SRUN | more)
+    assert environment.launched is None
+    assert "SLURM_PTY_PORT is set and SLURM_STEP_NUM_TASKS is 7" in environment.note
+    assert "`srun -n 7`" in environment.note
+    assert "`paceline launch -n 7 --`" in environment.note
+
+
+def test_another_task_of_that_srun_is_one_of_several() -> None:
+    assert launched(SRUN | {"SLURM_PTY_PORT": "40001"}).rank == 6
+
+
+def test_a_task_that_inherits_the_shells_variables_is_one_of_several() -> None:
+    own = SHELL_OF_SRUN | {"SLURM_TASK_PID": str(os.getpid())}
+    assert launched(own).world_size == 7
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as batch:  # without a terminal
+        assert launched(SHELL_OF_SRUN | {"SLURM_TASK_PID": str(batch.pid)}).world_size == 7
+        batch.kill()
+
+
+def test_a_shell_with_a_terminal_is_no_task_of_several() -> None:
+    shell, terminal = pty.fork()
+    if not shell:
+        os.execlp("sh", "sh", "-c", "echo; sleep 100")
+    try:
+        os.read(terminal, 1)  # it has the terminal now
+        environment = read_environment(SHELL_OF_SRUN | {"SLURM_TASK_PID": str(shell)})
+        assert environment.launched is None
+    finally:
+        os.kill(shell, signal.SIGKILL)
+        os.waitpid(shell, 0)
+        os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (SHELL_IN_SALLOC, "SLURM_NTASKS is 8, but srun didn't start this process"),
+        (
+            SHELL_IN_SALLOC | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
+            "SLURM_NTASKS is 8, but srun didn't start this process",
+        ),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "put `srun -n 2` before the command"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, ""),
+        (SHELL_IN_SALLOC | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_process_alone_in_a_larger_allocation_has_a_note(
+    variables: dict[str, str], told: str
+) -> None:
+    note = read_environment(variables).note
+    assert told in note if told else not note
+
+
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE_BY_TORCHRUN = TORCHRUN | ONE_PROCESS | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("outer", [SRUN, OPEN_MPI, MPICH])
+def test_agents_of_torchrun_that_know_only_of_themselves_have_a_note(outer: dict[str, str]) -> None:
+    count = launched(outer).world_size
+    note = read_environment(outer | ALONE_BY_TORCHRUN).note
+    assert f"started torchrun {count} times, and this world has 1 of them" in note
+    assert f"--nnodes {count}" in note
+    together = outer | TORCHRUN | {"GROUP_WORLD_SIZE": str(count)}
+    assert not read_environment(together).note
+    assert not read_environment(ALONE_BY_TORCHRUN).note
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "horovodrun started this process as one of 2"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "`paceline launch -n 2 -- COMMAND`"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "unset PMI_RANK and PMI_SIZE."),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK 3: a launcher with PMIx started this process as one of se"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE 2: mpirun"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}, "one of 2"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "8"}, "flux run"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "6"}, "jsrun"),
+        ({"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"}, "bpslaunch"),
+        ({"ALPS_APP_PE": "1"}, "aprun"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "a launcher started this process"),
+        (SHELL_OF_SRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun"),
+        # DeepSpeed's, and those of Lightning's own launcher
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"},
+            "LOCAL_WORLD_SIZE isn't: start all processes with torchrun",
+        ),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE aren't"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "start all processes with srun"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"},
+            "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID",
+        ),
+    ],
+)
+def test_one_of_several_processes_that_cant_find_each_other_is_refused(
+    variables: dict[str, str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_environment(variables)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
+        {"PMIX_RANK": "0"},
+        {"PMI_SIZE": "many"},
+        {"LOCAL_RANK": "0"},
+    ],
+)
+def test_one_process_of_such_a_launcher_is_alone(variables: dict[str, str]) -> None:
+    environment = read_environment(variables)
+    assert (environment.launched, environment.note, environment.refusal) == (None, "", "")
+
+
+def test_supervisors_that_start_a_run_each_have_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, *MPICH, *OPEN_MPI, *SHELL_OF_SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert not note_for_supervisor(1, 1)
+    with monkeypatch.context() as patch:
+        for name, value in SRUN.items():
+            patch.setenv(name, value)
+        note = note_for_supervisor(1, 2)
+        assert "srun started this command 7 times, and each starts a run of its own" in note
+        assert "--num_shards 7" in note
+        assert not note_for_supervisor(7, 2)
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    assert "horovodrun" in note_for_supervisor(1, 2)
+    assert not note_for_supervisor(2, 2)
+    monkeypatch.setenv("HOROVOD_SIZE", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert "srun -n 4" in note_for_supervisor(1, 1)
+    assert not note_for_supervisor(1, 4)
 
 
 def test_the_innermost_launcher_counts() -> None:

@@ -1,7 +1,8 @@
 """Reader of the variables that Slurm's srun sets.
 
 A shell inside an allocation (`salloc`, a batch script, `srun --pty bash`) has most of the same
-variables and is no task of several: what counts is a step of one's own with more than one task.
+variables and is no task of several: what counts is a step of one's own with more than one task. A
+process in such a shell is a world of one, with a note if Slurm allocated several tasks.
 
 Slurm names no rendezvous. The tasks derive it, all the same one: the first node of the step,
 where rank 0 runs, and a port that follows from the job's and the step's numbers. `MASTER_ADDR` and
@@ -11,10 +12,12 @@ where rank 0 runs, and a port that follows from the job's and the step's numbers
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
@@ -42,13 +45,17 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     size = _name(variables, "STEP_NUM_TASKS", "NTASKS")
     counts_name = _name(variables, "STEP_TASKS_PER_NODE", "TASKS_PER_NODE")
     nodes_name = _name(variables, "STEP_NODELIST", "NODELIST")
-    if (
-        "SLURM_PROCID" not in variables
-        or read_integer(variables, "SLURM_STEP_ID") >= _OWN_STEPS
-        or variables.get(size) == "1"
-    ):
+    task = variables.get("SLURM_PROCID")
+    if variables.get(size) == "1" or in_srun_shell(variables):
         return None
-    needed = ("SLURM_JOB_ID", "SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
+    if task in (None, "0") and not _of_own_step(variables):
+        return None
+    if task is None and size not in variables:
+        return None
+    needed = (
+        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+        *(size, "SLURM_LOCALID", "SLURM_NODEID"),
+    )
     require(variables, (*needed, counts_name, nodes_name), "srun")
     counts, node = (
         expand_counts(variables[counts_name], counts_name),
@@ -70,6 +77,56 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
         launch_id=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
         master=f"{variables.get('MASTER_ADDR', first)}:{port or port_of(job, step)}",
     )
+
+
+def in_srun_shell(variables: Mapping[str, str]) -> bool:
+    """Return whether this process is in the shell of `srun --pty`, which the first task alone has.
+
+    What is started from that shell inherits its variables, another srun's tasks included. Slurm
+    says which process is the task: it has no terminal there, or is this process itself.
+    """
+    if "SLURM_PTY_PORT" not in variables or variables.get("SLURM_PROCID") != "0":
+        return False
+    task = variables.get("SLURM_TASK_PID", "")
+    try:
+        stat = Path(f"/proc/{int(task)}/stat").read_text()
+    except (OSError, ValueError):  # it isn't given, or is another container's number
+        return True
+    terminal = stat.rpartition(")")[2].split()[4]
+    return int(task) != os.getpid() and terminal != "0"
+
+
+def note_on_allocation(variables: Mapping[str, str]) -> str:
+    """Return a note on a process that `read_srun` finds to be none of several; "" if that is clear.
+
+    Args:
+        variables: the environment.
+    """
+    names = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"]
+    in_step = _of_own_step(variables)
+    if in_step:
+        names = [_name(variables, "STEP_NUM_TASKS", "NTASKS")] if in_srun_shell(variables) else []
+    given = next((name for name in names if variables.get(name, "1") not in ("0", "1")), "")
+    if not given:
+        return ""
+    tasks = f"{given} is {variables[given]}"
+    together = f"put `srun -n {variables[given]}` before the command"
+    if in_step:
+        return (
+            f"SLURM_PTY_PORT is set and {tasks}: this is the shell of `srun --pty`, in which a "
+            f"process trains alone. To train with all, {together}, outside of the shell, or "
+            f"`paceline launch -n {variables[given]} --` here; if this is a task, unset "
+            "SLURM_PTY_PORT."
+        )
+    return (
+        f"{tasks}, but srun didn't start this process: it trains alone. To train with all, "
+        f"{together}."
+    )
+
+
+def _of_own_step(variables: Mapping[str, str]) -> bool:
+    """Return whether a user's own srun started this process, or the shell that it is in."""
+    return "SLURM_STEP_ID" in variables and read_integer(variables, "SLURM_STEP_ID") < _OWN_STEPS
 
 
 def expand_nodes(text: str, variable: str) -> list[str]:

@@ -263,3 +263,8 @@ class Group:
     def member(self) -> Member:
         """This process's member."""
         return self.generation.members[self.ranks[self.rank]]
+
+
+def joins_key(machine: int, local_rank: int) -> str:
+    """Return the key in a start's store that counts how often a worker has joined."""
+    return f"joins/{machine}/{local_rank}"

@@ -25,6 +25,7 @@ class Deadline:
         pause: sleeps for the given number of seconds; raises if an event such as a signal or a
             failure must end the wait.
         remedy: what the user can do, as the end of the error's sentence.
+        quiet: seconds from now in which nothing is reported.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Deadline:
         report: Callable[[str], None],
         pause: Callable[[float], None],
         remedy: str | Message,
+        quiet: float = 0.0,
     ) -> None:
+        self._loud = time.monotonic() + quiet
         self._limit, self._deadline = limit, time.monotonic() + limit
         self._report, self._pause, self._remedy = report, pause, remedy
         self._reported = ""
@@ -48,7 +51,7 @@ class Deadline:
             raise DeadlinePassed(
                 Message("{} didn't come within {:g} s: {}.", awaited, self._limit, self._remedy)
             )
-        if awaited != self._reported:
+        if awaited != self._reported and time.monotonic() >= self._loud:
             self._report(f"waiting for {awaited}")
             self._reported = awaited
         self.pause()
@@ -59,8 +62,9 @@ class Deadline:
 
     def sooner(self, limit: float, remedy: str | Message) -> Deadline:
         """Return a deadline that ends sooner, if `limit` is sooner."""
-        left = max(0.0, self._deadline - time.monotonic())
-        return Deadline(min(limit, left), self._report, self._pause, remedy)
+        now = time.monotonic()
+        left, quiet = (max(0.0, moment - now) for moment in (self._deadline, self._loud))
+        return Deadline(min(limit, left), self._report, self._pause, remedy, quiet)
 
 
 def no_report(line: object) -> None:

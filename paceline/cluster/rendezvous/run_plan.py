@@ -25,6 +25,8 @@ class RunPlan:
         first_iter_timeout: seconds to wait for the other machines at the start.
         timeout: seconds to wait for the other machines after the start.
         runs_command: whether the workers run the command given to `paceline launch`.
+        requires_join: whether it is a failure that the command ends in several workers without
+            having joined; otherwise, that is a line.
         begun: whether this machine already took part in the run, with as many epochs; if so, the
             other machines may have finished it.
     """
@@ -38,6 +40,7 @@ class RunPlan:
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
     runs_command: bool = False
+    requires_join: bool = False
     begun: bool = False
 
     @classmethod

@@ -27,7 +27,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 
-from paceline.cluster.membership.generation import Member
+from paceline.cluster.membership.generation import Member, joins_key
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
@@ -134,7 +134,7 @@ class MachineWorkers:
         """Do all that ends well (None) or with a reason for the run's end."""
         try:
             formed(self._run)
-            failure = self._start(commands) or self._first_failure()
+            failure = self._start(commands) or self._first_failure() or self._apart()
             if failure is None and finish is not None:
                 self._run.finish(
                     finish,
@@ -206,6 +206,30 @@ class MachineWorkers:
         if self._plan.machines > 1:
             rest = "No worker of this machine is left."
         return replace(reason, text=f"{reason.text} {rest}")
+
+    def _apart(self) -> FailureReport | None:
+        """Say that a command, or a function, has ended well in several workers without a join.
+
+        Returns:
+            the failure that this is, where the plan calls it one.
+        """
+        plan, size = self._plan, len(self._run.generation.members)
+        if not plan.runs_command or size == 1:
+            return None
+        keys = [joins_key(plan.machine, local_rank) for local_rank in range(plan.workers)]
+        store = self._run.registered.store
+        joined = call_with_timeout(_POST_S, lambda: any(store.check([key]) for key in keys))
+        if joined is not False:  # None: the store is lost, with the machine that served it
+            return None
+        what = "command" if plan.requires_join else "function"
+        text = (
+            f"the {what} ended without paceline.join(): its {size} processes worked apart, each as "
+            "if it were the only one. Call paceline.join() before training, or start one process."
+        )
+        if plan.requires_join:
+            return FailureReport(text=text, status=PacelineError.status)
+        self._report(text)
+        return None
 
     def _end_expelled(self, endpoint: SupervisorEndpoint) -> None:
         """Kill the workers that are left, some seconds after the world has ended without them."""

@@ -32,6 +32,7 @@ from paceline.cluster.stores.store_spec import (
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.supervision.supervisor_file import SupervisorFileLock
 from paceline.cluster.supervision.survival_mark import read_mark
 from paceline.cluster.supervision.worker import declare_closed, report_error
 from paceline.errors import CommTimeout
@@ -60,10 +61,18 @@ class ProcessEnd:
 
 
 class SupervisedEnd(ProcessEnd):
-    """End of a supervised worker: its supervisor prints the reason and serves the store."""
+    """End of a supervised worker: its supervisor prints the reason and serves the store.
 
-    def __init__(self, environment: WorkerEnvironment) -> None:
+    Args:
+        environment: the worker's.
+        place: the lock by which one process at a time is the worker, if this process has it.
+    """
+
+    def __init__(
+        self, environment: WorkerEnvironment, place: SupervisorFileLock | None = None
+    ) -> None:
         self._environment = environment
+        self._place = place
 
     def fail(self, error: BaseException) -> int:
         return report_error(self._environment, error)
@@ -75,6 +84,8 @@ class SupervisedEnd(ProcessEnd):
     def close(self) -> None:
         if read_mark(self._environment.survival_mark) is not None:
             declare_closed()
+        if self._place is not None:
+            self._place.release()
 
 
 class LaunchedEnd(ProcessEnd):

@@ -6,7 +6,9 @@ supervisor and all processes that have them open.
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _NAME = "paceline"  # begins the names of these files
@@ -52,3 +54,35 @@ def write_supervisor_file(path: str | Path, text: str) -> None:
     if not is_open(path):
         raise FileNotFoundError(f"{path} is no file of a supervisor")
     Path(path).write_text(text)
+
+
+class SupervisorFileLock:
+    """Lock on a supervisor's file, which one process has at a time, until its end or `release`.
+
+    A child that a process forks doesn't have its lock. A process that opens and closes the file
+    once more loses it.
+
+    Args:
+        path: the file's path; where the supervisor has ended, there is no lock.
+
+    Attributes:
+        taken: whether another process has the lock.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.taken, self._file = False, -1
+        if is_open(path):
+            with suppress(OSError):  # the supervisor has ended just now
+                self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if self._file >= 0:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self.taken = True
+                self.release()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1

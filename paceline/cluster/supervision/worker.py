@@ -25,13 +25,13 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
-from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.generation import Generation, Group, joins_key
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import watch_parent
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.supervisor_file import is_open, process_of
+from paceline.cluster.supervision.supervisor_file import SupervisorFileLock, is_open, process_of
 from paceline.cluster.supervision.survival_mark import declare
 
 
@@ -74,7 +74,7 @@ def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
     machine, local_rank = environment.machine, environment.local_rank
     formed = Generation.from_text(store.get(f"formed/{machine}"))
-    join = store.add(f"joins/{machine}/{local_rank}", 1) - 1
+    join = store.add(joins_key(machine, local_rank), 1) - 1
     generation = formed.with_token_of_join(join)
     return Group.world(generation, generation.rank_of(machine, local_rank)), store
 
@@ -82,9 +82,13 @@ def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
     """Write down for the supervisor why this worker fails; return the exit status to end with.
 
-    A worker whose supervisor was killed prints it.
+    A worker whose supervisor was killed prints it, and so does a second process of a worker, of
+    which the first one has joined: the file is for the first one's report.
     """
     failure = FailureReport.of(error)
+    if SupervisorFileLock(environment.error_file).taken:
+        print_message(failure.text)
+        return failure.status
     try:
         failure.write(Path(environment.error_file))
     except OSError:
