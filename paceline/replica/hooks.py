@@ -12,7 +12,7 @@ step on as soon as backward has completed its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -73,7 +73,8 @@ class ReplicaHooks:
         self.trained, self.synchronizer = trained, synchronizer
         self._watch, self._earlier = watch, earlier
         self._watches_backward = False
-        self._versions: list[int] = []  # of the parameters, when a backward reached the first one
+        self._hooked: dict[int, nn.Parameter] = {}  # by index, the parameters with hooks
+        self._versions: list[int] = []  # theirs, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
         self._frozen = [p for p in trained.groups if p not in self.gradients.parameters]
         self.kept, self._weight = KeptGradients(), 1.0
@@ -104,7 +105,10 @@ class ReplicaHooks:
             self._hide_means()
         if self.kept.weight is not None and self.kept.weight != weight:
             self._rescale_kept(weight)
+        changed = (weight == 1) is not (self._weight == 1)
         self._weight = weight
+        if changed and self.synchronizer.immediate and self.reads is not None:
+            self._hook_gradients(self._hook_of(self.reads))
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 
@@ -172,7 +176,7 @@ class ReplicaHooks:
 
     def _use_reads(self, reads: ReadMap) -> None:
         self.reads = reads
-        self._hook_gradients(self._gradient_added if reads.accumulates else self._gradient_done)
+        self._hook_gradients(self._hook_of(reads))
         self._wait_in(reads.readers)
         self._unread = tuple(
             bucket
@@ -180,15 +184,31 @@ class ReplicaHooks:
             if not reads.outside.isdisjoint(bucket.parameters)
         )
 
+    def _hook_of(self, reads: ReadMap) -> Callable[[int, Tensor], None]:
+        return self._gradient_added if reads.accumulates else self._gradient_done
+
     def _hook_gradients(self, hook: Callable[[int, Tensor], None] | None) -> None:
-        """Call a hook, or none, with a parameter's index after each accumulation of a gradient."""
+        """Call a hook, or none, with a parameter's index after each accumulation of a gradient.
+
+        Where gradients are the means as backward leaves them, a misuse changes no result. There the
+        first and the last parameter stand for all, because a hook takes about a microsecond.
+        """
         for handle in self._handles:
             handle.remove()
+        hooked = dict(enumerate(self.gradients.parameters))
+        if self._are_means:
+            hooked = dict([*hooked.items()][:: max(1, len(hooked) - 1)])
+        self._hooked = hooked
         self._handles = [
             _hook_gradient(p, partial(hook, index))  # which no copy of a parameter has
-            for index, p in enumerate(self.gradients.parameters)
+            for index, p in hooked.items()
             if hook is not None
         ]
+
+    @property
+    def _are_means(self) -> bool:
+        """Whether gradients are the means as backward leaves them, and the reads are traced."""
+        return self.synchronizer.immediate and self._weight == 1 and self.reads is not None
 
     def _gradient_added(self, index: int, parameter: Tensor) -> None:
         """Note a gradient that is sent when the optimizer steps: more may be added until then."""
@@ -286,8 +306,7 @@ class ReplicaHooks:
     def not_exchanged(self, optimizer: Optimizer) -> Sequence[nn.Parameter]:
         """Return the optimizer's present parameters that aren't exchanged."""
         groups = [group["params"] for group in optimizer.param_groups]
-        ids = [[*map(id, group)] for group in groups]
-        if ids != [bound for bound, _ in self.trained.fingerprint]:
+        if not self.trained.fingerprint.lists(groups):
             return [p for group in groups for p in group if p not in self.gradients.parameters]
         return self._frozen
 
@@ -331,7 +350,7 @@ class ReplicaHooks:
         self._watches_backward = True
         for bucket in self.synchronizer.buckets:  # updates that no forward has installed
             self.synchronizer.before_read(bucket)
-        self._versions = [p._version for p in self.gradients.parameters]
+        self._versions = [p._version for p in self._hooked.values()]
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -342,11 +361,13 @@ class ReplicaHooks:
             if self._last is not None and self.gradients.arrived(0):
                 self._note_added(next(iter(self.gradients.parameters)))
             self._refuse_written()
+            if self._are_means:
+                self.gradients.note_present(self._hooked)
             self._watch.begin(Gap.GRADIENTS)
 
     def _refuse_written(self) -> None:
         """Refuse parameters that were written during this backward."""
-        parameters, before = self.gradients.parameters, self._versions
+        parameters, before = self._hooked.values(), self._versions
         if before == [p._version for p in parameters]:
             return
         changed = (
@@ -515,6 +536,12 @@ class StepGradients:
             ConfigError: as `take`.
         """
         self._note(self._indices[bucket.index])
+
+    def note_present(self, indices: Iterable[int]) -> None:
+        """Note those of some gradients that are there, where none is sent in backward."""
+        for index in indices:
+            if (gradient := self._list[index].grad) is not None:
+                self.guard.note(range(index, index + 1), [gradient])
 
     def add_unsent(self, index: int) -> bool:
         """Note a gradient that will be sent later; return whether it was noted in this step before.
