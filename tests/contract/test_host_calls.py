@@ -105,8 +105,17 @@ def test_layers_add_no_calls_to_those_of_plain_torch(kind: str) -> None:
     assert many - few == calls_of_a_layer(SMALL, plain)
 
 
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("weights", [(0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 0.5, 1.0)], ids=str)
-def test_a_world_of_one_weighs_gradients_where_samples_are_missing(weights: list[float]) -> None:
+def test_a_world_of_one_weighs_gradients_where_samples_are_missing(
+    weights: list[float], inner: bool
+) -> None:
+    """`inner`: where some are missing, backward reaches neither the first layer nor the last."""
+
+    def loss(model: Any, x: Tensor, weight: float) -> Tensor:
+        called = model[1] if inner and weight < 1 else model
+        return called(x).square().mean()  # type: ignore[no-any-return]
+
     def parts() -> tuple[Any, torch.optim.Optimizer, Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -119,8 +128,8 @@ def test_a_world_of_one_weighs_gradients_where_samples_are_missing(weights: list
         seen = []
         for number, weight in enumerate(weights):
             with replica.step(number, weight):
-                model(x).square().mean().backward()
-                seen.append(model[0].weight.grad.clone())
+                loss(model, x, weight).backward()
+                seen.append(model[1].weight.grad.clone())
                 optimizer.step()
                 optimizer.zero_grad()
         return [*seen, *model.state_dict().values()]
@@ -128,8 +137,8 @@ def test_a_world_of_one_weighs_gradients_where_samples_are_missing(weights: list
     model, optimizer, x = parts()
     seen = []
     for weight in weights:
-        (model(x).square().mean() * weight).backward()
-        seen.append(model[0].weight.grad.clone())
+        (loss(model, x, weight) * weight).backward()
+        seen.append(model[1].weight.grad.clone())
         optimizer.step()
         optimizer.zero_grad()
     expected = [*seen, *model.state_dict().values()]
