@@ -51,7 +51,7 @@ def make_allreduce(
     return DataParallel(
         buckets,
         with_rows(exchange, buckets, rows, recorder),
-        ReplicatedUpdate(updater),
+        ReplicatedUpdate(updater, deferred=not alone),
         statistics,
         end_startup or communicator.end_startup,
         recorder=recorder,

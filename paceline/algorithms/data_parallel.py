@@ -13,6 +13,7 @@ of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -67,12 +68,13 @@ class ReplicatedUpdate:
 
     Args:
         updater: updates the parameters from the sums.
+        deferred: updates follow `end`, where a script may use the parameters before.
     """
 
     installs_sums = True
 
-    def __init__(self, updater: Updater | OwnStep) -> None:
-        self._freeze = updater.freeze
+    def __init__(self, updater: Updater | OwnStep, *, deferred: bool = True) -> None:
+        self._freeze = partial(updater.freeze, deferred=deferred)
         self.unit, self.install = updater.unit, updater.update
 
     def return_sums(self) -> None:

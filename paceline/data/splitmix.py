@@ -28,6 +28,11 @@ def base(*values: int) -> int:
     return mixed
 
 
+def word(start: int, number: int) -> int:
+    """Return word `number` of the stream with a base."""
+    return base(start + number * _GAMMA)
+
+
 def stream(start: int, count: int) -> Words:
     """List the first words of the stream with a base, shape (count,), no two of them equal."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)

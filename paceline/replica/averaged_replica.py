@@ -33,7 +33,7 @@ from paceline.reduce.rank_state import gather_parts
 from paceline.replica.live_hooks import LiveHook, patch
 from paceline.replica.model_list import roots_of
 from paceline.replica.state.copier import LOCAL, RANK, SHARED, StateCopier
-from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
+from paceline.replica.trained_parameters import Fingerprint, TrainedParameters
 from paceline.state.state_copy import copy_state
 
 AVERAGE = "average"  # key of the state in a checkpoint
@@ -145,7 +145,7 @@ class AveragedReplica:
             ConfigError: other parameters are trained than at the start.
             CommError: a peer was lost, or didn't answer in time.
         """
-        if fingerprint_of(self._optimizer) != self._trained.fingerprint:
+        if Fingerprint(self._optimizer) != self._trained.fingerprint:
             raise ConfigError(
                 "the optimizer trains other parameters than at the start, which sync="
                 '"average" does not support: freeze, unfreeze and add parameters before '

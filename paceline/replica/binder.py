@@ -31,7 +31,7 @@ from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.state.earlier_buffers import EarlierBuffers
-from paceline.replica.trained_parameters import WHOLE, Scope, TrainedParameters, fingerprint_of
+from paceline.replica.trained_parameters import WHOLE, Fingerprint, Scope, TrainedParameters
 from paceline.update.parameter_watch import ParameterWatch
 from paceline.update.updater import is_bucketwise
 
@@ -193,7 +193,7 @@ class ReplicaBinder:
         Returns:
             the binding, and whether all of the parts was restored.
         """
-        same = fingerprint_of(self._optimizer) == self._trained.fingerprint
+        same = Fingerprint(self._optimizer) == self._trained.fingerprint
         present = self.trained()
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)

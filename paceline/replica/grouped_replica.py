@@ -66,7 +66,7 @@ class GroupedHooks(ReplicaHooks):
 
     def rest(self) -> None:
         """End a step in which nothing was exchanged."""
-        self._running = False
+        self._running = self._reading = False
         self._rested = True
         self.gradients.guard.clear()
         self._end_kept()
@@ -94,8 +94,8 @@ class GroupedHooks(ReplicaHooks):
         if self._statistics is not None:
             self._statistics.install()
 
-    def _gradient_done(self, index: int, parameter: Tensor) -> None:
-        self._gradient_added(index, parameter)
+    def _done_hook(self, index: int) -> Callable[[Tensor], None]:
+        return self._added_hook(index)
 
     def _wait_before(self, module: nn.Module, buckets: tuple[Bucket, ...]) -> None:
         if buckets:  # otherwise its parameters are another replica's

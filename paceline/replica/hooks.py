@@ -12,7 +12,7 @@ step on as soon as backward has completed its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -37,6 +37,9 @@ from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.kept_gradients import KeptGradients
 from paceline.update.parameter_watch import Gap, GradientGuard, ParameterWatch
+
+_Hook = Callable[[Tensor], None]
+_MakeHook = Callable[[int], _Hook]
 
 
 class ReplicaHooks:
@@ -74,7 +77,8 @@ class ReplicaHooks:
         self.trained, self.synchronizer = trained, synchronizer
         self._watch, self._earlier = watch, earlier
         self._watches_backward = False
-        self._versions: list[int] = []  # of the parameters, when a backward reached the first one
+        self._hooked: dict[int, nn.Parameter] = {}  # by index, the parameters with hooks
+        self._versions: list[int] = []  # theirs, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
         self._frozen = [p for p in trained.groups if p not in self.gradients.parameters]
         self.kept, self._weight = KeptGradients(), 1.0
@@ -84,6 +88,8 @@ class ReplicaHooks:
         self.copier: StateCopier | None = None
         self._model = model
         self._running = False
+        self._left: set[Bucket] = set()  # those that no module has waited for in this step
+        self._reading = False  # a module has waited in this step
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
         self._waits = ExitStack()  # closed, it removes the waits from the model
         self._handles: list[RemovableHandle] = []
@@ -94,19 +100,24 @@ class ReplicaHooks:
         if reads is not None:
             self._use_reads(reads)
         else:
-            self._hook_gradients(self._gradient_added)
+            self._hook_gradients(self._added_hook)
             self._wait_in(registering_modules(model))
             self._tracer = ReadTracer(model)
 
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
         self._running, self.copier = True, None  # one that a failed step left is given up
+        self._reading = False
+        self._left.update(self.synchronizer.buckets)
         self._watches_backward = False
         if self.kept.shown:
             self._hide_means()
         if self.kept.weight is not None and self.kept.weight != weight:
             self._rescale_kept(weight)
+        changed = (weight == 1) is not (self._weight == 1)
         self._weight = weight
+        if changed and self.synchronizer.immediate and self.reads is not None:
+            self._hook_gradients(self._hook_of(self.reads))
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 
@@ -147,7 +158,7 @@ class ReplicaHooks:
 
     def end(self) -> None:
         """End the step, and update at once the buckets that no module waits for."""
-        self._running = False
+        self._running = self._reading = False
         self.gradients.expect_none()
         self.gradients.guard.clear()
         self._end_kept()
@@ -175,7 +186,7 @@ class ReplicaHooks:
 
     def _use_reads(self, reads: ReadMap) -> None:
         self.reads = reads
-        self._hook_gradients(self._gradient_added if reads.accumulates else self._gradient_done)
+        self._hook_gradients(self._hook_of(reads))
         self._wait_in(reads.readers)
         self._unread = tuple(
             bucket
@@ -183,15 +194,31 @@ class ReplicaHooks:
             if not reads.outside.isdisjoint(bucket.parameters)
         )
 
-    def _hook_gradients(self, hook: Callable[[int, Tensor], None] | None) -> None:
-        """Call a hook, or none, with a parameter's index after each accumulation of a gradient."""
+    def _hook_of(self, reads: ReadMap) -> _MakeHook:
+        return self._added_hook if reads.accumulates else self._done_hook
+
+    def _hook_gradients(self, make: _MakeHook | None) -> None:
+        """Call a hook after each accumulation of a gradient, or none, given a parameter's index.
+
+        Where gradients are the means as backward leaves them, a misuse changes no result. There the
+        first and the last parameter stand for all, because a hook takes about a microsecond.
+        """
         for handle in self._handles:
             handle.remove()
+        hooked = dict(enumerate(self.gradients.parameters))
+        if self._are_means:
+            hooked = dict([*hooked.items()][:: max(1, len(hooked) - 1)])
+        self._hooked = hooked
         self._handles = [
-            _hook_gradient(p, partial(hook, index))  # which no copy of a parameter has
-            for index, p in enumerate(self.gradients.parameters)
-            if hook is not None
+            _hook_gradient(p, make(index))  # which no copy of a parameter has
+            for index, p in hooked.items()
+            if make is not None
         ]
+
+    @property
+    def _are_means(self) -> bool:
+        """Whether gradients are the means as backward leaves them, and the reads are traced."""
+        return self.synchronizer.immediate and self._weight == 1 and self.reads is not None
 
     def _gradient_added(self, index: int, parameter: Tensor) -> None:
         """Note a gradient that is sent when the optimizer steps: more may be added until then."""
@@ -211,19 +238,29 @@ class ReplicaHooks:
         if self._tracer is not None:
             self._tracer.used.add(parameter)
 
-    def _gradient_done(self, index: int, parameter: Tensor) -> None:
-        """Note a gradient, and send its bucket once that is complete."""
-        gradients = self.gradients
-        if not gradients.open[index]:
-            self._open_gradients(index, parameter)
-        if gradients.open[index]:
+    def _added_hook(self, index: int) -> _Hook:
+        return partial(self._gradient_added, index)
+
+    def _done_hook(self, index: int) -> _Hook:
+        """Make a hook that notes a gradient, and sends its bucket once that is complete.
+
+        Autograd calls a closure in half of the time of a `partial` of a method.
+        """
+        gradients, number = self.gradients, self.gradients.numbers[index]
+        bucket = self.synchronizer.buckets[number]
+
+        def done(parameter: Tensor) -> None:
+            if not gradients.open[index]:
+                self._open_gradients(index, parameter)
+                if not gradients.open[index]:
+                    return
             gradients.open[index] = False
-            number = gradients.numbers[index]
             gradients.remaining[number] -= 1
             if not gradients.remaining[number]:
-                bucket = self.synchronizer.buckets[number]
                 gradients.note(bucket)
                 self.synchronizer.gradient_ready(bucket)
+
+        return done
 
     def _open_gradients(self, index: int, parameter: Tensor) -> None:
         """Expect gradients until the end of a backward, whose first one this is, or expect none."""
@@ -298,8 +335,7 @@ class ReplicaHooks:
     def not_exchanged(self, optimizer: Optimizer) -> Sequence[nn.Parameter]:
         """Return the optimizer's present parameters that aren't exchanged."""
         groups = [group["params"] for group in optimizer.param_groups]
-        ids = [[*map(id, group)] for group in groups]
-        if ids != [bound for bound, _ in self.trained.fingerprint]:
+        if not self.trained.fingerprint.lists(groups):
             return [p for group in groups for p in group if p not in self.gradients.parameters]
         return self._frozen
 
@@ -343,7 +379,7 @@ class ReplicaHooks:
         self._watches_backward = True
         for bucket in self.synchronizer.buckets:  # updates that no forward has installed
             self.synchronizer.before_read(bucket)
-        self._versions = [p._version for p in self.gradients.parameters]
+        self._versions = [p._version for p in self._hooked.values()]
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -354,11 +390,13 @@ class ReplicaHooks:
             if self._last is not None and self.gradients.arrived(0):
                 self._note_added(next(iter(self.gradients.parameters)))
             self._refuse_written()
+            if self._are_means:
+                self.gradients.note_present(self._hooked)
             self._watch.begin(Gap.GRADIENTS)
 
     def _refuse_written(self) -> None:
         """Refuse parameters that were written during this backward."""
-        parameters, before = self.gradients.parameters, self._versions
+        parameters, before = self._hooked.values(), self._versions
         if before == [p._version for p in parameters]:
             return
         changed = (
@@ -410,7 +448,11 @@ class ReplicaHooks:
             self._waits.callback(module.register_forward_pre_hook(wait, prepend=True).remove)
 
     def _wait_for(self, buckets: tuple[Bucket, ...]) -> LiveHook:
+        left = self._left
+
         def wait(*_: object) -> None:
+            if self._reading and left.isdisjoint(buckets):
+                return
             waited = buckets
             if self._watch.gap is Gap.UPDATES:  # no forward of the whole model has begun
                 self._watch.end()
@@ -425,6 +467,9 @@ class ReplicaHooks:
                 self.synchronizer.before_read(bucket)
             if self.copier is not None:
                 self.copier.copy_buckets(waited)
+            if self._running:
+                self._reading = True
+                left.difference_update(waited)
 
         return LiveHook(wait)
 
@@ -529,6 +574,12 @@ class StepGradients:
         """
         self._note(self._indices[bucket.index])
 
+    def note_present(self, indices: Iterable[int]) -> None:
+        """Note those of some gradients that are there, where none is sent in backward."""
+        for index in indices:
+            if (gradient := self._list[index].grad) is not None:
+                self.guard.note(range(index, index + 1), [gradient])
+
     def add_unsent(self, index: int) -> bool:
         """Note a gradient that will be sent later; return whether it was noted in this step before.
 
@@ -593,7 +644,7 @@ class StepGradients:
         )
 
 
-def _hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def _hook_gradient(parameter: nn.Parameter, hook: _Hook) -> RemovableHandle:
     """Call a hook after each accumulation of a gradient, of a frozen parameter once it is not."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)

@@ -48,10 +48,10 @@ from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import (
     WHOLE,
+    Fingerprint,
     ModelStructure,
     Scope,
     TrainedParameters,
-    fingerprint_of,
 )
 from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
@@ -464,7 +464,7 @@ class Replica:
         old = self._binding
         plan = self._next_plan() if self._next_plan else None
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
-            same = fingerprint_of(self._optimizer) == old.trained.fingerprint
+            same = Fingerprint(self._optimizer) == old.trained.fingerprint
         if self._structure.take_change() and (added := self._added.take_added()):
             self._binder.require_same_additions(added)
             same = False

@@ -184,8 +184,9 @@ class CheckpointSchedule:
         useful = self._saving or not self._snapshots.alone
         if wanted:
             self._snapshots.check.require(number)
-        if wanted or (useful and not next_is_due):
-            if self._snapshots.alone and self._snapshots.takes(number, wanted=wanted):
+        due = wanted or (useful and not next_is_due)
+        if due and self._snapshots.takes(number, wanted=wanted):
+            if self._snapshots.alone:
                 self._settle()  # it is committed at once, and has all sums
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval

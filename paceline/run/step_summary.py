@@ -1,7 +1,7 @@
 """Step summaries: sums over ranks, requests to stop, rank 0's request, acknowledged snapshots.
 
-Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
-step computes, and is received one step later, so that no rank waits for it:
+Each rank reports a few numbers after its slice of a step. All ranks gather them while the next step
+computes, and add them up in rank order one step later, so that no rank waits for them:
 
     step n      … end, send(n)
     step n + 1  receive(before=n): summary of n - 1 ── begin …
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import reduce
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -77,7 +78,7 @@ class StepSummary:
 
 
 class StepSummaries:
-    """Step summaries: exchanges the ranks' step reports by asynchronous all-reduce.
+    """Step summaries: exchanges the ranks' step reports by asynchronous all-gather.
 
     Args:
         communicator: connects the ranks; with several ranks on GPUs, for summaries alone.
@@ -192,10 +193,11 @@ class StepSummaries:
             self._reports.put(None)
 
     def _start(self, pending: _Pending) -> None:
-        """Start the sum over the ranks, once the device has computed this rank's values."""
+        """Start to gather the ranks' rows, once the device has computed this rank's values."""
         own = [*pending.copy.values(self._limit, pending.operation), *pending.marks]
-        pending.flat = torch.tensor(own, dtype=torch.float64)
-        pending.ticket = self.communicator.all_reduce(pending.flat)
+        row = torch.tensor(own, dtype=torch.float64)
+        pending.rows = row.new_empty(self.communicator.world_size, len(row))
+        pending.ticket = self.communicator.all_gather(row, [*pending.rows])
 
     def _numbers(self, pending: _Pending) -> list[float]:
         """Return the sums over the ranks of a step's values and marks."""
@@ -230,8 +232,9 @@ class _Pending:
         copy: they, in this machine's memory.
         marks: what the host reports.
         timed: the number of times among the marks.
-        flat: values and marks, which the sum over the ranks replaces.
-        ticket: of that sum.
+        rows: (ranks, values and marks), of all ranks; gathered, because Gloo takes longer to add up
+            so few numbers.
+        ticket: of the gather.
         future: what the summaries' thread has received; None: there is no thread.
     """
 
@@ -240,7 +243,7 @@ class _Pending:
     copy: HostCopy
     marks: Sequence[float]
     timed: int
-    flat: Tensor | None = None
+    rows: Tensor | None = None
     ticket: Ticket | None = None
     future: Future[list[float]] | None = None
 
@@ -250,11 +253,11 @@ class _Pending:
         return f"the sums of step {self.step}"
 
     def received(self) -> list[float]:
-        """Wait for the sum over the ranks."""
+        """Wait for all ranks' rows; return their sum, in rank order."""
         assert self.ticket is not None
-        assert self.flat is not None
+        assert self.rows is not None
         self.ticket.wait(self.operation)
-        numbers: list[float] = self.flat.tolist()
+        numbers: list[float] = reduce(torch.add, self.rows).tolist()
         return numbers
 
 

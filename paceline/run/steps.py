@@ -485,7 +485,7 @@ class Steps:
     def _seed_streams(self, purpose: int, number: int) -> None:
         """Seed a step's random streams: a function of (seed, purpose, step, rank)."""
         rank = self.run.context.communicator.rank
-        words = splitmix.stream(splitmix.base(self._seed, purpose, number), rank + 1)
-        torch.default_generator.manual_seed(int(words[-1]))  # torch.manual_seed takes 0.5 ms
+        word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
+        torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(int(words[-1]))
+            torch.cuda.manual_seed_all(word)

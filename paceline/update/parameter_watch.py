@@ -283,7 +283,7 @@ class GradientGuard:
             indices: of their parameters.
             gradients: the gradients, one a parameter.
         """
-        self._noted[indices] = gradients, _marks_of_gradients(gradients)
+        self._noted[indices] = gradients, _marks_of(gradients)
 
     def check(self) -> None:
         """Compare all noted gradients with the parameters' present ones, and forget these.
@@ -298,8 +298,11 @@ class GradientGuard:
             names = self._names[indices.start : indices.stop]
             if not all(same):
                 raise self._make_error(names[same.index(False)])
-            if (written := _marks_of_gradients(gradients)) != marks:
-                raise self._make_error(_first_difference(names, written, marks))
+            if (written := _marks_of(gradients)) != marks:
+                views = [gradient._is_view() for gradient in gradients]  # they count others' writes
+                written, marks = _without(views, written), _without(views, marks)
+                if written != marks:
+                    raise self._make_error(_first_difference(names, written, marks))
 
     def clear(self) -> None:
         """Forget all noted gradients."""
@@ -311,13 +314,10 @@ def _marks_of(tensors: Collection[Tensor]) -> list[Any]:
     return [*map(_VERSION, tensors), *map(_DTYPE, tensors)]
 
 
-def _marks_of_gradients(gradients: Sequence[Tensor]) -> list[Any]:
-    """Return the same, without the versions of views, which count others' writes, too."""
-    marks = _marks_of(gradients)
-    views = [gradient._is_view() for gradient in gradients]
-    if True in views:
-        marks[: len(views)] = [None if view else n for n, view in zip(marks, views, strict=False)]
-    return marks
+def _without(views: Sequence[bool], marks: Sequence[Any]) -> list[Any]:
+    """Return the marks of some tensors, without the versions of views."""
+    versions = [None if view else n for n, view in zip(marks, views, strict=False)]
+    return [*versions, *marks[len(views) :]]
 
 
 def _first_difference(names: Sequence[str], now: Sequence[Any], then: Sequence[Any]) -> str:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ _DENSE_ONLY = BUCKETWISE - {optim.SGD, optim.Adagrad, optim.SparseAdam}
 
 # What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
 _SCALING = ("grad_scale", "found_inf")
+_STRIDE: Any = Tensor.stride
+_DTYPE = attrgetter("dtype")
 _FUSED = (torch.float32, torch.float64)
 _HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
@@ -104,9 +107,14 @@ class Updater:
         """The buckets that must be updated together with `bucket`: itself alone."""
         return self._units[bucket.index]
 
-    def freeze(self) -> None:
-        """Take the optimizer's present hyperparameters for the updates to come."""
-        self._guard.note()
+    def freeze(self, *, deferred: bool = True) -> None:
+        """Take the optimizer's present hyperparameters for the updates to come.
+
+        Args:
+            deferred: a script may write the parameters before their updates.
+        """
+        if deferred:
+            self._guard.note()
         hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers:
             sub_optimizer.freeze(hyperparameters)
@@ -170,7 +178,7 @@ class OwnStep:
         """All buckets: they are updated together."""
         return self._buckets
 
-    def freeze(self) -> None:
+    def freeze(self, *, deferred: bool = True) -> None:
         """Do nothing: the step has been made."""
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
@@ -239,7 +247,8 @@ class SubOptimizer:
         state: dict[Tensor, Any] | None = None,
     ) -> None:
         self._optimizer, self._state = optimizer, state
-        self._places: list[Any] = []  # with which a fused update was possible
+        self._places: list[Any] = []  # strides and dtypes with which a fused update was possible
+        self._momenta: list[Any] = []  # and momenta
         self._parameters = list(param_groups)
         self._sub: Optimizer = object.__new__(type(optimizer))
         self._sub.__dict__.update(optimizer.__dict__)
@@ -292,13 +301,17 @@ class SubOptimizer:
         parameters, momenta = group["params"], []
         if group["momentum"] != 0:
             momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
-        places = _places(parameters, gradients, momenta)
-        if places is None:
+        try:
+            places = [*map(_STRIDE, parameters), *map(_STRIDE, gradients), *map(_DTYPE, gradients)]
+        except TypeError:  # a gradient is missing
             return False
-        if places != self._places:
+        seen = self._momenta
+        same = len(momenta) == len(seen) and all(map(is_, momenta, seen))
+        if not same or places != self._places:
             if not _lie_as(parameters, gradients, momenta):
                 return False
             self._places = places
+            self._momenta = momenta
         scaling = {name: getattr(sub, name, None) for name in _SCALING}
         for name, value in scaling.items():
             scaling[name] = None if value is None else value.to(parameters[0].device)
@@ -317,18 +330,6 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
     return not chosen and not group["differentiable"]
 
 
-def _places(*lists: Sequence[Tensor | None]) -> list[Any] | None:
-    """Return the strides and dtypes of all tensors; None where one is missing, or is sparse."""
-    places: list[Any] = []
-    for tensors in lists:
-        layouts = [None if tensor is None else tensor.layout for tensor in tensors]
-        if layouts.count(torch.strided) < len(layouts):
-            return None
-        there: Sequence[Tensor] = tensors  # type: ignore[assignment]
-        places += [tensor.stride() for tensor in there], [tensor.dtype for tensor in there]
-    return places
-
-
 def _lie_as(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -337,8 +338,10 @@ def _lie_as(
     """Return whether gradients, and momenta, if any, lie as their parameters, without gaps."""
     dtype = parameters[0].dtype
     for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
-        assert gradient is not None
-        assert momentum is not None
+        if gradient is None or momentum is None:
+            return False
+        if not (p.layout is gradient.layout is momentum.layout is torch.strided):
+            return False
         if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
             return False
         shape, stride = p.shape, p.stride()

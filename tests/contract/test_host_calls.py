@@ -105,8 +105,18 @@ def test_layers_add_no_calls_to_those_of_plain_torch(kind: str) -> None:
     assert many - few == calls_of_a_layer(SMALL, plain)
 
 
-def test_a_world_of_one_weighs_gradients_where_samples_are_missing() -> None:
-    def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("weights", [(0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 0.5, 1.0)], ids=str)
+def test_a_world_of_one_weighs_gradients_where_samples_are_missing(
+    weights: list[float], inner: bool
+) -> None:
+    """`inner`: where some are missing, backward reaches neither the first layer nor the last."""
+
+    def loss(model: Any, x: Tensor, weight: float) -> Tensor:
+        called = model[1] if inner and weight < 1 else model
+        return called(x).square().mean()  # type: ignore[no-any-return]
+
+    def parts() -> tuple[Any, torch.optim.Optimizer, Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -115,17 +125,22 @@ def test_a_world_of_one_weighs_gradients_where_samples_are_missing() -> None:
     def on_rank(communicator: Communicator) -> list[Tensor]:
         model, optimizer, x = parts()
         replica = replicate(model, optimizer, communicator, 10**6)
-        for number in range(STEPS):
-            with replica.step(number, 0.5):
-                model(x).square().mean().backward()
+        seen = []
+        for number, weight in enumerate(weights):
+            with replica.step(number, weight):
+                loss(model, x, weight).backward()
+                seen.append(model[1].weight.grad.clone())
                 optimizer.step()
                 optimizer.zero_grad()
-        return list(model.state_dict().values())
+        return [*seen, *model.state_dict().values()]
 
     model, optimizer, x = parts()
-    for _ in range(STEPS):
-        (model(x).square().mean() / 2).backward()
+    seen = []
+    for weight in weights:
+        (loss(model, x, weight) * weight).backward()
+        seen.append(model[1].weight.grad.clone())
         optimizer.step()
         optimizer.zero_grad()
-    for one, other in zip(run_ranks(1, on_rank)[0], model.state_dict().values(), strict=True):
+    expected = [*seen, *model.state_dict().values()]
+    for one, other in zip(run_ranks(1, on_rank)[0], expected, strict=True):
         assert torch.equal(one, other)

@@ -92,6 +92,26 @@ def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
         torch.testing.assert_close(a, b)
 
 
+def test_a_momentum_that_is_switched_on_and_off_again_between_steps() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer, plain = SGD(ours, lr=0.1), SGD(theirs, lr=0.1)
+    sub_optimizer = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
+    for step, momentum in enumerate([0.0, 0.9, 0.9, 0.0, 0.9]):
+        for one in (optimizer, plain):
+            one.param_groups[0]["momentum"] = momentum
+        laid = [
+            torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
+            for p, gradient in zip(ours, gradients(step), strict=True)
+        ]
+        for q, gradient in zip(theirs, laid, strict=True):
+            q.grad = gradient.clone()
+        sub_optimizer.freeze(StepHyperparameters.of(optimizer))
+        sub_optimizer.step(laid)
+        plain.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach())
+
+
 def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
     ps = parameters()
     optimizer = nesterov(ps)

@@ -32,6 +32,7 @@ def test_a_stream_is_the_published_one() -> None:
 def test_a_stream_is_the_plain_algorithms_for_large_bases_too() -> None:
     for base in (0, 1, 2**63, 2**64 - 1):
         assert splitmix.stream(base, 50).tolist() == _reference(base, 50)
+        assert [splitmix.word(base, number) for number in range(50)] == _reference(base, 50)
 
 
 def test_each_member_has_the_stream_of_its_own_mixed_base() -> None:
