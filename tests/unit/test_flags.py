@@ -295,7 +295,7 @@ def test_resnet50_trainer_compares_the_loss_at_an_epochs_end(
 ) -> None:
     started: list[tuple[TrainConfig, Sequence[str]]] = []
 
-    def supervise(config: TrainConfig, argv: Sequence[str]) -> int:
+    def supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
         started.append((config, argv))
         return 0
 
