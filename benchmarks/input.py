@@ -104,7 +104,7 @@ def decode_pool(folder: Path, workers: int) -> Iterator[Callable[[int], Iterator
         while True:
             work = begun.popleft()
             assert pool.wait([work], 60)
-            yield torch.from_numpy(work.room.samples)
+            yield torch.from_numpy(work.room.samples).view(count, SIZE, SIZE, 3)
             pool.release(work)
             batch += 1
             begun.append(pool.begin(number, 0, records_of(batch, count, len(maker.source))))
