@@ -12,4 +12,4 @@ def test_a_step_beside_a_decode_process_and_beside_a_bare_one() -> None:
     *_, ours, bare = out.strip().splitlines()
     assert ours.startswith("beside a decode process")
     assert bare.startswith("beside a bare process")
-    assert 0 < float(bare.split()[-1])
+    assert float(bare.split()[-1]) > 0
