@@ -14,7 +14,7 @@ from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.processes.fork_server import ServedPopen
 
 FEW, MANY, LIMIT = 10, 30, 110
-SEVERAL = 5  # generations: an object of an earlier one may outlive its end by one generation
+SEVERAL = 5  # generations: objects of an earlier one mostly outlive its end by one generation
 ARENAS = 10  # anonymous mappings, by which the C library's heaps vary; one a generation: 20 more
 STACKS = 5  # of ended threads, which the C library keeps: 40 MiB at most, 8 MiB each
 SYNCS = {
@@ -37,7 +37,7 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
     usage = [Usage(**line) for line in lines]
     few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
     for name in ("files", "threads", "mapped_files", "shared_memory"):
-        assert least(many, name) == least(few, name), usage
+        assert least(many, name) <= greatest(few, name), f"{name}: {all_of(usage, name)}"
     assert least(many, "guards") <= least(few, "guards") + STACKS, usage
     assert least(many, "mappings") < least(few, "mappings") + ARENAS, usage
     assert median(each.memory for each in many) < 1.02 * median(each.memory for each in few), usage
@@ -45,4 +45,14 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
 
 def least(usage: list[Usage], name: str) -> int:
     """Return the least of what there was of something in several generations."""
-    return min(int(getattr(one, name)) for one in usage)
+    return min(all_of(usage, name))
+
+
+def greatest(usage: list[Usage], name: str) -> int:
+    """Return the most of what there was of something in several generations."""
+    return max(all_of(usage, name))
+
+
+def all_of(usage: list[Usage], name: str) -> list[int]:
+    """Return what there was of something in each of several generations."""
+    return [int(getattr(one, name)) for one in usage]
