@@ -38,7 +38,7 @@ class Trainer:
     resources: ExitStack
     train: Batches
     test: Batches | None
-    save: Callable[[], None]
+    save: Callable[[bool], None]
     epochs: int
     num_labels: int
 
@@ -49,7 +49,9 @@ class Trainer:
 
     def _run_epochs(self) -> None:
         if self.steps.recovery.went_back and self.steps.position.step == 0:
-            self.save()  # the leader may have been lost before it saved the epoch
+            position = self.steps.position
+            # The leader may have been lost before it saved the epoch.
+            self.save(position.best_epoch == position.epoch - 1)
             self.steps.save()
         for epoch in range(self.steps.position.epoch, self.epochs):
             self._run_epoch(epoch)
@@ -74,8 +76,9 @@ class Trainer:
             test_accuracy=tested.accuracy if tested else None,
             top5=tested.top5 if tested else None,
         )
-        self.save()
-        self.steps.end_epoch(tested.accuracy if tested else None)
+        accuracy = tested.accuracy if tested else None
+        self.save(self.steps.improves(accuracy))
+        self.steps.end_epoch(accuracy)
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()

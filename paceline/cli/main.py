@@ -14,6 +14,7 @@ from importlib import import_module
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.streams import discard_unwritten, prepare_streams, reader_is_gone
 from paceline.errors import ConfigError, PacelineError
+from paceline.version import VERSION
 
 # A command's module is imported when the command runs: `paceline db` needs no torch.
 COMMANDS = {
@@ -52,9 +53,7 @@ def _run(words: list[str]) -> int:
         print(_USAGE.format(commands))
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
-        from importlib import metadata
-
-        print(f"paceline {metadata.version('paceline')}")
+        print(f"paceline {VERSION}")
         return 0
     return _command(words[0])(words[1:])
 

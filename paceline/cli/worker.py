@@ -25,6 +25,7 @@ from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
+from paceline.state.weights import weights_files
 from paceline.trainer import Trainer
 
 _TERMINATED = 143  # the status where another worker received the signal
@@ -70,6 +71,8 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))
         run.recorder = wiring.build_recorder(config, run, folder, start, speed, losses)
         stack.callback(run.recorder.close)
+        if run.leads:
+            wiring.write_class_names(folder, sources)
         trainer = wiring.build_trainer(
             config,
             run,
@@ -111,7 +114,15 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             link.leave()
         if not ended:
             sys.exit(signals.status or _TERMINATED)
-        run.recorder.event("end", generation=trainer.steps.generation)
+        position = trainer.steps.position
+        files = weights_files(folder, config.model.weights_name)
+        run.recorder.event(
+            "end",
+            generation=trainer.steps.generation,
+            best=position.best,
+            best_epoch=position.best_epoch,
+            weights=[str(path) for path in files if path.is_file()],
+        )
         return run.context.group
 
 

@@ -5,7 +5,11 @@
     epoch 1/30: 1,198 images/s, loss 1.713, accuracy 36.9%, test accuracy 41.0%, …
 
 Something is shown some times a second on a terminal, and every ten seconds in a pipe. Epochs and
-steps count from 0 in events and from 1 for people.
+steps count from 0 in events and from 1 for people. A machine without the leader shows a line an
+epoch:
+
+    Training on machine 1 (resnet20, 30 epochs); machine 0 shows more.
+    epoch 1/30: loss 1.713, accuracy 36.9%, test accuracy 41.00%
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from paceline.errors import many
+from paceline.observe.last_state import best_sentence
 from paceline.observe.progress_rate import ProgressRate, duration
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.observe.terminal import Terminal
@@ -46,7 +51,7 @@ class Console(NullRecorder):
             without test data), wait_input (share of the time that steps waited for batches).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
-        end: none.
+        end: best (the best test accuracy, or None), best_epoch, weights (paths of the files).
 
     Args:
         file: output stream; by default, standard output.
@@ -165,20 +170,19 @@ class Console(NullRecorder):
             return
         parts = [  # without its speed where a lost leader has seen all of the epoch
             *([f"{seen / fields['seconds']:,.0f} images/s"] if seen else []),
-            f"loss {fields['loss']:.3f}",
-            f"accuracy {fields['accuracy']:.1%}",
+            *_score_parts(fields, self._labels),
         ]
-        if fields["test_accuracy"] is not None:
-            parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
-        if fields.get("top5") is not None and self._labels > 5:  # otherwise it is 100%
-            parts.append(f"top-5 {fields['top5']:.2%}")
         parts += _input_part(fields.get("wait_input", 0.0))
         parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
         text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
         self._terminal.line(text, style="bold")
 
     def _end(self, fields: Mapping[str, Any]) -> None:
-        self._terminal.line(f"Finished after {duration(self._clock() - self._started)}.")
+        took = f"Finished after {duration(self._clock() - self._started)}"
+        best = best_sentence(fields.get("best"), fields.get("best_epoch"))
+        self._terminal.line(f"{took}; {best}." if best else f"{took}.")
+        if fields.get("weights"):
+            self._terminal.line(f"Weights: {', '.join(fields['weights'])}")
 
     def _show(self, what: str, done: int, steps: int, parts: list[str]) -> None:
         if not self._terminal.live:
@@ -196,3 +200,59 @@ class Console(NullRecorder):
 def _input_part(share: float) -> list[str]:
     """Show the share of the time that steps waited for batches, where it is worth a look."""
     return [f"input waits {share:.0%}"] if share >= _SHOWN_WAIT else []
+
+
+class MachineConsole(NullRecorder):
+    """Recorder that shows the progress of a run on a machine without the leader, in short form.
+
+    Events, and the fields that it reads: `run`, `epoch` and `end`, as `Console`.
+
+    Args:
+        machine: this machine's number.
+        leader: the number of the leader's machine.
+        file: output stream; by default, standard output.
+        terminal: whether `file` is a terminal; None: detected.
+    """
+
+    def __init__(
+        self,
+        machine: int,
+        leader: int,
+        file: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+    ) -> None:
+        self._machine = machine
+        self._leader = leader
+        self._terminal = Terminal(file or sys.stdout, terminal=terminal)
+        self._epochs = 0
+        self._labels = sys.maxsize
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Show an epoch's results, or the start or the end of the run."""
+        if name == "run":
+            self._epochs = fields["epochs"]
+            self._labels = fields.get("labels", sys.maxsize)
+            self._terminal.line(
+                f"Training on machine {self._machine} ({fields['model']}, "
+                f"{many(fields['epochs'], 'epoch')}); machine {self._leader} shows more."
+            )
+        elif name == "epoch":
+            parts = ", ".join(_score_parts(fields, self._labels))
+            self._terminal.line(f"epoch {fields['epoch'] + 1}/{self._epochs}: {parts}")
+        elif name == "end":
+            self._terminal.line("Finished.")
+
+    def close(self) -> None:
+        """Leave the terminal at the start of a line."""
+        self._terminal.close()
+
+
+def _score_parts(fields: Mapping[str, Any], labels: int) -> list[str]:
+    """Show an epoch's loss and accuracies."""
+    parts = [f"loss {fields['loss']:.3f}", f"accuracy {fields['accuracy']:.1%}"]
+    if fields["test_accuracy"] is not None:
+        parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
+    if fields.get("top5") is not None and labels > 5:  # otherwise it is 100%
+        parts.append(f"top-5 {fields['top5']:.2%}")
+    return parts

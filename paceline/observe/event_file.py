@@ -67,7 +67,7 @@ FIELDS = {
     "predicted": ("exchange", "milliseconds"),
     "change": ("generation", "members", "lost", "causes", "start", "seconds"),
     "merge": ("step", "fragment", "taken_after"),
-    "end": ("generation",),
+    "end": (),
 }
 # Times and bytes of a step, where they were measured; `buckets` names what it waited for.
 _IF_MEASURED = (

@@ -24,12 +24,30 @@ class LastState:
         steps: the number of steps that a member completed in it, or from which it continued.
         checkpoint: the number of steps in the newest checkpoint; None: none is named.
         ended: whether a member recorded the end of the run.
+        best: the best test accuracy of all epochs, if it ended and had test data.
+        best_epoch: the number of the epoch that has it.
+        weights: paths of the files of weights, if it ended.
     """
 
     generation: int | None = None
     steps: int = 0
     checkpoint: int | None = None
     ended: bool = False
+    best: float | None = None
+    best_epoch: int | None = None
+    weights: tuple[str, ...] = ()
+
+
+def best_sentence(best: float | None, epoch: int | None) -> str:
+    """Return the best test accuracy of a run in words; "" where there is none.
+
+    Args:
+        best: the accuracy.
+        epoch: the number of its epoch.
+    """
+    if best is None or epoch is None:
+        return ""
+    return f"best test accuracy {best:.2%} after epoch {epoch + 1}"
 
 
 def last_state(run: Path) -> LastState:
@@ -45,19 +63,31 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
     """Return the state that the last events of all members show."""
     generation: int | None = None
     steps, checkpoint, ended = 0, None, False
+    result: Mapping[str, Any] = {}
     for event in events:
         kind, number = event.get("event"), event.get("generation")
         if not isinstance(number, int):
             continue
         if generation is None or number > generation:
             generation, steps, ended = number, 0, False
+            result = {}
         if kind == "checkpoint":
             checkpoint = max(checkpoint or 0, event["step"])
         if number == generation:
             if kind in ("step", "restore"):
                 steps = max(steps, event["step"] + (kind == "step"))
-            ended |= kind == "end"
-    return LastState(generation=generation, steps=steps, checkpoint=checkpoint, ended=ended)
+            if kind == "end":
+                ended = True
+                result = event
+    return LastState(
+        generation=generation,
+        steps=steps,
+        checkpoint=checkpoint,
+        ended=ended,
+        best=result.get("best"),
+        best_epoch=result.get("best_epoch"),
+        weights=tuple(result.get("weights", ())),
+    )
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """Recorder of the leader: what only rank 0 shows or sends, such as the console and the trackers.
 
+The same of another role that a loss may hand over: of the first rank on a machine without rank 0.
+
 generation    3          4 (member b has become rank 0)
 member a      open       lost
 member b      closed     open
@@ -18,8 +20,9 @@ class LeaderRecorder(NullRecorder):
     """Recorder on every member that passes events on while this process is the leader.
 
     Args:
-        leads: returns whether this process is the leader of the present generation.
-        open_recorders: opens the leader's recorders.
+        leads: returns whether this process is the leader of the present generation, or what else
+            its recorders are for.
+        open_recorders: opens the recorders.
     """
 
     def __init__(

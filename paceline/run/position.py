@@ -17,6 +17,7 @@ class Position:
         number: number of completed steps in the run.
         sums: sums over the epoch's completed steps and all ranks.
         best: the best test accuracy of all completed epochs; None if there is none.
+        best_epoch: the number of the epoch that has it.
         shares: where the ranks' shares of the global batch follow their speeds: the present ones,
             and those that are planned, each as (number of the first step, samples by rank).
         decode_device: the device that decodes images, where it was chosen by measurement; empty: it
@@ -29,6 +30,7 @@ class Position:
     number: int = 0
     sums: list[float] = field(default_factory=list)
     best: float | None = None
+    best_epoch: int | None = None
     snapshot_interval: int = 0
     decode_device: str = ""
     shares: list[tuple[int, list[int]]] = field(default_factory=list)

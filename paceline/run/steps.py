@@ -313,15 +313,21 @@ class Steps:
             accuracy: on the test data; the checkpoint of the best one is retained.
         """
         position = self.position
-        best = accuracy is not None and (position.best is None or accuracy > position.best)
+        best = self.improves(accuracy)
         if best:
             position.best = accuracy
+            position.best_epoch = position.epoch
         position.epoch, position.step, position.sums = (
             position.epoch + 1,
             0,
             [0.0] * self._value_count,
         )
         self.save(best=best)
+
+    def improves(self, accuracy: float | None) -> bool:
+        """Return whether an accuracy on the test data is better than that of any earlier epoch."""
+        best = self.position.best
+        return accuracy is not None and (best is None or accuracy > best)
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
         """Settle, and save a checkpoint in the background.

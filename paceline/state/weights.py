@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.atomic_write import atomic_file
+from paceline.atomic_write import atomic_file, link_atomically
 from paceline.errors import CheckpointError, ConfigError
 from paceline.state.file_integrity import check_header, check_integrity, load_file
 from paceline.state.weights_fit import fit
@@ -42,10 +42,38 @@ def save_weights(path: Path, model: nn.Module) -> None:
         with atomic_file(path) as file:
             torch.save(state, file)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: the weights can't be written ({error.strerror}); make room, or give another "
-            "--output_dir."
-        ) from error
+        raise _unwritten(path, error) from error
+
+
+def save_epoch(folder: Path, name: str, model: nn.Module, *, best: bool) -> None:
+    """Write the weights after an epoch, and keep those of the best one beside them.
+
+    Args:
+        folder: the run's.
+        name: of the files; see `weights_files`.
+        model: the model.
+        best: the epoch is the best so far.
+
+    Raises:
+        CheckpointError: a file can't be written (disk, permissions).
+    """
+    last, kept = weights_files(folder, name)
+    save_weights(last, model)
+    if best:
+        try:
+            link_atomically(last, kept)  # writing the next epoch's makes a new file
+        except OSError as error:
+            raise _unwritten(kept, error) from error
+
+
+def weights_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return the files of a run's weights: after the last epoch, and after the best one.
+
+    Args:
+        folder: the run's.
+        name: of the first one, without its ending.
+    """
+    return folder / f"{name}.pt", folder / f"{name.removesuffix('_model')}_best.pt"
 
 
 def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
@@ -125,3 +153,10 @@ def check_weights(path: Path) -> None:
             f"--load_model_path {path}: a safetensors file, but the package safetensors isn't "
             "installed; run pip install 'paceline[safetensors]'."
         )
+
+
+def _unwritten(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the weights can't be written ({error.strerror}); make room, or give another "
+        "--output_dir."
+    )

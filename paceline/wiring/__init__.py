@@ -18,7 +18,12 @@ from paceline.wiring.recorders import (
     report_recovery,
 )
 from paceline.wiring.resume import Start, find_start
-from paceline.wiring.sources import Databases, cores_per_worker, open_sources
+from paceline.wiring.sources import (
+    Databases,
+    cores_per_worker,
+    open_sources,
+    write_class_names,
+)
 from paceline.wiring.trainer import build_trainer
 
 __all__ = [
@@ -46,4 +51,5 @@ __all__ = [
     "open_sources",
     "replicate",
     "report_recovery",
+    "write_class_names",
 ]

@@ -6,7 +6,6 @@ import hashlib
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import chain, count
 
 from torch import nn
@@ -33,6 +32,7 @@ from paceline.reduce.put_engine.layout import Layout
 from paceline.run.generation_context import GenerationContext, ServerLink
 from paceline.run.run import Run
 from paceline.update.outer.average import Average
+from paceline.version import VERSION
 
 _SOONER = 0.9  # of the limit of a wait: rank 0's error must be the first
 _CONNECT_S = 3.0
@@ -103,7 +103,7 @@ class MetServer:
         generation = context.group.generation
         specs = [bucket.spec for bucket in layout.buckets]
         invitation = Invitation(
-            version=metadata.version("paceline"),
+            version=VERSION,
             token=generation.token,
             purpose=context.served_purpose,
             workers_per_machine=generation.workers_per_machine,

@@ -11,7 +11,7 @@ from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
-from paceline.observe.console import Console
+from paceline.observe.console import Console, MachineConsole
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
@@ -72,6 +72,22 @@ def build_leader_recorder(
     return recorder
 
 
+def build_machine_recorder(run: Run) -> LeaderRecorder:
+    """Make what shows a run's progress on a machine without the leader, in each generation."""
+
+    def is_shown_here() -> bool:
+        group = run.context.group
+        return group.local_rank == 0 and group.machine != group.generation.members[0].machine
+
+    def open_console() -> list[Recorder]:
+        group = run.context.group
+        return [MachineConsole(group.machine, group.generation.members[0].machine)]
+
+    recorder = LeaderRecorder(is_shown_here, open_console)
+    run.when_entered(recorder.hand_over)
+    return recorder
+
+
 def report_recovery(run: Run, generation: int, seconds: float) -> None:
     """Print, as the leader, what the losses before a generation cost."""
     if run.leads:
@@ -122,5 +138,6 @@ def build_recorder(
 
     events = EventFile(folder, group.member.id, member_check(run))
     leader = build_leader_recorder(run, open_recorders)
-    account = StepAccount(events, log, leader, *others, trace=run.trace)
+    machine = build_machine_recorder(run)
+    account = StepAccount(events, log, leader, machine, *others, trace=run.trace)
     return MemberRecorder(account, lambda: run.require_member())

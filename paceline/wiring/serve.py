@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from importlib import metadata
 from itertools import count
 
 import torch
@@ -17,6 +16,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.errors import CommError, ConfigError, PeerLost, many
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.shard_server import ShardServer
+from paceline.version import VERSION
 
 _REPORT_S = 60.0
 _SILENCE_S = 60.0
@@ -35,7 +35,7 @@ def refusal(invitation: Invitation, model: str = "") -> str:
         invitation: theirs.
         model: digest of the only model that is served; "": any.
     """
-    own = metadata.version("paceline")
+    own = VERSION
     if invitation.version != own:
         return (
             f"it is of version {own} of Paceline, and the workers are of {invitation.version}; "

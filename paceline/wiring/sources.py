@@ -8,11 +8,12 @@ from pathlib import Path
 
 from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
+from paceline.data.db.index.database_index import LABELS_NAME, write_label_names
 from paceline.data.db.open_database import open_database
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
-from paceline.errors import ConfigError, many
+from paceline.errors import ConfigError, DataError, many
 
 SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size is larger
 
@@ -57,6 +58,24 @@ def open_sources(config: TrainConfig) -> Databases:
             "classes."
         )
     return Databases(train=train, test=test)
+
+
+def write_class_names(folder: Path, databases: Databases) -> None:
+    """Write the classes' names, where they are known, to a run's folder.
+
+    Raises:
+        DataError: the file can't be written.
+    """
+    path = folder / LABELS_NAME
+    if databases.train.label_names is None:
+        return
+    try:
+        write_label_names(path, databases.train.label_names)
+    except OSError as error:
+        raise DataError(
+            f"{path}: the names of the classes can't be written ({error.strerror}); make room, or "
+            "give another --output_dir."
+        ) from error
 
 
 def order_of(config: TrainConfig, size: int, *, train: bool = True) -> Order:

@@ -37,7 +37,7 @@ from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.weights import save_weights
+from paceline.state.weights import save_epoch
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
 from paceline.update.outer.average import average_from_flags
@@ -163,7 +163,11 @@ def build_trainer(
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
         recorder.event("note", text=note)
-    weights = folder / f"{config.model.weights_name}.pt"
+
+    def save(best: bool) -> None:
+        if run.leads:
+            save_epoch(folder, config.model.weights_name, model, best=best)
+
     output = config.output
     writer = make_writer(config, folder, sources.train)
     if announce is not None:
@@ -229,7 +233,7 @@ def build_trainer(
         resources=resources,
         train=train,
         test=test,
-        save=lambda: save_weights(weights, model) if run.leads else None,
+        save=save,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )

@@ -1,6 +1,7 @@
 """`paceline status RUN`: members, generation, step, speed and losses of a run.
 
-The status is 0 if a process of the run answers, 1 if none does, 2 if there is no such run.
+The status is 0 if a process of the run answers or the run is finished, 1 if neither is so, and 2
+if there is no such run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.cluster.supervision.requests.run_requests import ask_status
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.config.active_run import StatusConfig
 from paceline.errors import DataError, Message, many
-from paceline.observe.last_state import LastState, last_state
+from paceline.observe.last_state import LastState, best_sentence, last_state
 from paceline.state.run_folder import is_finished
 
 _DESCRIPTION = """\
@@ -31,7 +32,7 @@ A process of the run on this machine is asked.
 
 Where none runs, the last known state is read from the run's folder.
 
-Exit status: 0, a process of the run answers; 1, none does; 2, no such run.
+Exit status: 0, a process of the run answers, or the run is finished; 1, neither; 2, no such run.
 
 Examples:
   paceline status first
@@ -101,7 +102,10 @@ def describe_last(run: Path, state: LastState, *, finished: bool, here: int, hos
     """
     steps = many(state.steps, "step")
     if finished:
-        return f"Run {run.name} is finished, after {steps} in generation {state.generation or 0}."
+        done = f"Run {run.name} is finished, after {steps} in generation {state.generation or 0}"
+        best = best_sentence(state.best, state.best_epoch)
+        weights = f"weights: {', '.join(state.weights)}" if state.weights else ""
+        return f"{'; '.join(filter(None, (done, best, weights)))}."
     if here:
         processes = many(here, "process")
         first = f"Run {run.name} is active, but its {processes} on this machine didn't answer."
@@ -130,10 +134,10 @@ def _print_last(run: Path, *, as_json: bool) -> int:
     if as_json:
         known = {"active": bool(processes.here), "finished": finished, **asdict(state)}
         print(json.dumps({"run": run.name, **known}))
-        return 1
+        return 0 if finished else 1
     hosts = ", ".join(sorted({record.process.host for record in processes.elsewhere}))
     print(describe_last(run, state, finished=finished, here=len(processes.here), hosts=hosts))
-    return 1
+    return 0 if finished else 1
 
 
 def _print_status(run: Path, status: RunStatus, console: Console) -> None:

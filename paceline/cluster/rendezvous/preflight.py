@@ -23,6 +23,7 @@ from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.stores.waiting import await_keys
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
+from paceline.version import VERSION
 
 _JOB_TOKEN = "job token"
 
@@ -91,8 +92,7 @@ def configuration_facts(config: TrainConfig) -> dict[str, str]:
 def version_facts() -> dict[str, str]:
     """Return the versions of what computes."""
     python = ".".join(platform.python_version_tuple()[:2])
-    names = ("paceline", "torch")
-    return {"Python": python, **{name: metadata.version(name) for name in names}}
+    return {"Python": python, "paceline": VERSION, "torch": metadata.version("torch")}
 
 
 def data_facts(flag: str, records: int, fingerprint: str) -> dict[str, str]:

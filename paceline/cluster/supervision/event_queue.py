@@ -1,13 +1,21 @@
 """What a supervisor waits for, in one queue: workers' ends, signals, other machines' failures.
 
 Threads and signal handlers put events in; the main thread alone takes them out and acts.
+
+Ctrl-Z stops a supervisor with its workers, which have sessions of their own; `fg` or `bg`
+continues them all:
+
+    SIGTSTP ─▶ SIGSTOP to the workers' process groups ─▶ this process stops
+    SIGCONT ─▶ this process continues ─▶ SIGCONT to the groups
 """
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -34,7 +42,7 @@ class Exited:
 
 Event = Exited | signal.Signals | FailureReport | str
 """A worker's end, a signal that asks the supervisor to end, another machine's reason for the run's
-end, or a note for the user, which ends nothing."""
+end, or a note for the user, which ends nothing. `EventQueue.get` returns no SIGTSTP."""
 
 
 class Interrupted(Exception):
@@ -59,6 +67,8 @@ class EventQueue:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._events: deque[Event] = deque()
+        self._groups: set[int] = set()
+        self._groups_lock = threading.Lock()  # held while they get a signal, or one is removed
         self._wake_receiver, self._wake_sender = socket.socketpair()
         for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
@@ -72,13 +82,42 @@ class EventQueue:
     def get(self, timeout: float | None = None) -> Event | None:
         """Return the next event, or None if none comes within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._events:
+        while True:
+            if self._events:
+                event = self._events.popleft()
+                if event is not signal.SIGTSTP:
+                    return event
+                self._stop()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            if select.select([self._wake_receiver], [], [], left)[0]:
+            if not self._events and select.select([self._wake_receiver], [], [], left)[0]:
                 self._wake_receiver.recv(1024)
-        return self._events.popleft()
+
+    def add_group(self, number: int) -> None:
+        """Let a process group stop and continue with this process, which Ctrl-Z stops."""
+        self._groups.add(number)
+
+    def remove_group(self, number: int) -> None:
+        """Let a process group be, before its number may be used again."""
+        with self._groups_lock:
+            self._groups.discard(number)
+
+    def _stop(self) -> None:
+        """Stop the process groups and this process; return once it continues, and they do."""
+        self._send(signal.SIGSTOP)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        # To this thread, so that it has stopped when the call returns. Where no shell could
+        # continue it, the kernel lets it run.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        with self._groups_lock:
+            for group in self._groups:
+                with suppress(ProcessLookupError):
+                    os.killpg(group, number)
 
     def pause(self, seconds: float) -> None:
         """Sleep.
@@ -97,15 +136,17 @@ class EventQueue:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Receive SIGINT, SIGTERM and SIGHUP inside the block; main thread only."""
+        """Receive SIGINT, SIGTERM, SIGHUP and SIGTSTP inside the block; main thread only."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self.signal = signal.Signals(number)
-            self.put(self.signal)
+            if number != signal.SIGTSTP:
+                self.signal = signal.Signals(number)
+            self.put(signal.Signals(number))
 
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so
-            numbers.append(signal.SIGHUP)
+        for number in (signal.SIGHUP, signal.SIGTSTP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell, wants it so
+                numbers.append(number)
         before = [(number, signal.signal(number, handle)) for number in numbers]
         wakeup = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         try:

@@ -58,6 +58,7 @@ class WorkerProcess:
             env=environment_of(environment),
             start_new_session=True,
         )
+        events.add_group(self._process.pid)
         self._write(f"{self._survival_mark}\n".encode())
         name = f"worker {environment.local_rank}"
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
@@ -99,6 +100,7 @@ class WorkerProcess:
         # Not reaped yet, so that its number still names its process group.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         outlived = self._await_survivor()
+        self._events.remove_group(self._process.pid)
         with self._lock:
             self._send(signal.SIGKILL)
             self._running = False

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +72,7 @@ def write_index(
             raise ConfigError(f"The label name {name!r} has a line break; give it another name.")
     try:
         if index.label_names is not None:
-            lines = "".join(f"{name}\n" for name in index.label_names)
-            write_atomically(beside(folder, LABELS_NAME), lines.encode("utf-8", "surrogateescape"))
+            write_label_names(beside(folder, LABELS_NAME), index.label_names)
         write_atomically(beside(folder, INDEX_NAME), pack(index, stamp(folder)))
     except OSError as error:
         raise DataError(f"{folder}: its index can't be written ({error.strerror}).") from error
@@ -107,6 +106,16 @@ def load_index(folder: Path, *, cache_dir: Path | None) -> Index | None:
     current = stamp(folder)
     indexes = (read_index(path, current) for path in _places(folder, cache_dir))
     return next((index for index in indexes if index is not None), None)
+
+
+def write_label_names(path: Path, names: Iterable[str]) -> None:
+    """Write label names, one a line, label 0 first.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    lines = "".join(f"{name}\n" for name in names)
+    write_atomically(path, lines.encode("utf-8", "surrogateescape"))
 
 
 def read_label_names(folder: Path) -> tuple[str, ...] | None:
