@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 
@@ -21,8 +26,9 @@ from tests.harness.network.etcd_server import etcd_server
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
-from tests.harness.processes.command import Command, all_end, rows_of, run
-from tests.harness.processes.run_folders import event_files
+from tests.harness.processes.command import LIMIT, Command, all_end, rows_of, run
+from tests.harness.processes.fork_server import RealPopen
+from tests.harness.processes.run_folders import event_files, events, wait_until, wait_until_step
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "3"),
@@ -62,6 +68,64 @@ def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_
 
     state = torch.load(tmp_path / "runs" / "r" / "resnet20_model.pt", weights_only=True)
     build_model("resnet20", num_labels=3, num_channels=3).load_state_dict(state)
+    kept = torch.load(tmp_path / "runs" / "r" / "resnet20_best.pt", weights_only=True)
+    best = torch.load(tmp_path / "runs" / "r" / "checkpoints" / "best.pt", weights_only=True)
+    assert all(torch.equal(value, kept[name]) for name, value in best["model"].items())
+    assert (tmp_path / "runs" / "r" / "labels.txt").read_text().split() == [
+        "class0",
+        "class1",
+        "class2",
+    ]
+    scores = [float(row["test_accuracy"]) for row in rows]
+    said = f"best test accuracy {max(scores):.2%} after epoch {scores.index(max(scores)) + 1}"
+    assert said in ended.text
+    assert "Weights: runs/r/resnet20_model.pt, runs/r/resnet20_best.pt" in ended.text
+
+    status = run("status", "r", folder=tmp_path)
+    assert status.status == 0
+    assert f"is finished, after 8 steps in generation 0; {said}; weights: " in status.text
+
+
+def test_ctrl_z_stops_the_workers_with_their_supervisor_and_is_no_silence(
+    data: Path, tmp_path: Path
+) -> None:
+    """Longer than all limits on a peer's silence: steps are made again, and no worker is lost."""
+    limits = ("--timeout", "2", "--peer_timeout", "2", "--sync", "notified")
+    words = train(data, "--num_workers", "2", "--num_epochs", "1000", "--run_id", "r", *limits)
+    folder = tmp_path / "runs" / "r"
+    # A process group of its own, which a shell could continue: the kernel stops no other.
+    with RealPopen(
+        [sys.executable, "-m", "paceline.cli.main", *words],
+        cwd=tmp_path,
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        wait_until_step(folder, 3, 0)
+        family = [psutil.Process(process.pid)]
+        family += family[0].children()  # their decode processes wait when the queue is full
+        for _ in range(2):
+            process.send_signal(signal.SIGTSTP)
+            wait_until(lambda: all(is_stopped(one) for one in family), 20)
+            threading.Event().wait(4)
+            assert all(map(is_stopped, family))
+            before = len(steps_of(folder))
+            process.send_signal(signal.SIGCONT)
+            wait_until(lambda before=before: len(steps_of(folder)) > before + 10)  # type: ignore[misc]
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGINT, text
+    changes = [event for event in events(folder, 0) if event["event"] == "change"]
+    assert all(not one["lost"] and len(one["members"]) == 2 for one in changes)  # steps again
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in events(folder, 0) if event["event"] == "step"]
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_STOPPED)
 
 
 def shares(run_folder: Path) -> dict[tuple[int, int], list[int]]:
@@ -127,6 +191,9 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
         first, second = (machine.wait() for machine in machines)
     assert first.status == second.status == 0, first.text + second.text
     assert "2 CPU workers instead" in first.text
+    assert "Training on machine 1 (resnet20, 2 epochs); machine 0 shows more." in second.text
+    assert "epoch 2/2: loss " in second.text
+    assert "machine 0 shows more" not in first.text
     assert "4 workers on 2 machines" in first.text
 
     rows = rows_of(tmp_path / "out0" / "r")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.console import Console
+from paceline.observe.console import Console, MachineConsole
 from paceline.observe.progress_rate import ProgressRate, duration
 
 RUN: dict[str, Any] = {
@@ -154,6 +154,34 @@ def test_a_later_generation_is_not_told_as_a_new_run() -> None:
     clock.now += 5.0
     console.event("end")
     assert file.getvalue() == "Finished after 1:05.\n"
+
+
+def test_the_end_names_the_best_epoch_and_the_weights() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **RUN)
+    written = file.tell()
+    console.event("end", best=0.961, best_epoch=2, weights=["runs/r/a.pt", "runs/r/b.pt"])
+    assert file.getvalue()[written:] == (
+        "Finished after 0:00; best test accuracy 96.10% after epoch 3.\n"
+        "Weights: runs/r/a.pt, runs/r/b.pt\n"
+    )
+
+
+def test_a_machine_without_the_leader_shows_a_line_an_epoch() -> None:
+    file = io.StringIO()
+    console = MachineConsole(1, 0, file)
+    console.event("run", **RUN, labels=10)
+    console.event("step", epoch_step=0)
+    console.event("epoch", test_accuracy=0.5, top5=0.75, **EPOCH)
+    console.event("note", text="for the leader's terminal")
+    console.event("end", best=0.5, best_epoch=0, weights=[])
+    console.close()
+    assert file.getvalue().splitlines() == [
+        "Training on machine 1 (resnet20, 3 epochs); machine 0 shows more.",
+        "epoch 1/3: loss 1.500, accuracy 25.0%, test accuracy 50.00%, top-5 75.00%",
+        "Finished.",
+    ]
 
 
 def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:

@@ -77,6 +77,16 @@ def test_the_last_state_is_said_as_far_as_it_is_known() -> None:
     assert describe_last(run, state, finished=True, here=0, hosts="") == (
         "Run r is finished, after 1,200 steps in generation 3."
     )
+    events = [
+        {"event": "step", "generation": 0, "step": 11, "epoch": 1},
+        {"event": "end", "generation": 0, "best": 0.5, "best_epoch": 1, "weights": ["r/a.pt"]},
+    ]
+    assert describe_last(run, of_events(events), finished=True, here=0, hosts="") == (
+        "Run r is finished, after 12 steps in generation 0; best test accuracy 50.00% after "
+        "epoch 2; weights: r/a.pt."
+    )
+    later = [*events, {"event": "step", "generation": 1, "step": 5}]
+    assert of_events(later) == LastState(generation=1, steps=6)
     assert describe_last(run, LastState(), finished=False, here=0, hosts="").endswith(
         "No step of it is recorded."
     )
