@@ -38,6 +38,7 @@ from paceline.cluster.supervision.process_end import (
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.supervisor_file import SupervisorFileLock
 from paceline.cluster.supervision.worker import read_world
+from paceline.comm.addresses import loopback
 from paceline.errors import ConfigError, Message
 
 _QUIET_S = 10.0  # of a wait for the others: processes of many machines start seconds apart
@@ -214,6 +215,6 @@ def _alone() -> Generation:
         (1,),
         start_id=uuid.uuid4().hex,
         token=secrets.token_hex(16),
-        addresses=("127.0.0.1",),
+        addresses=(loopback(),),
         hosts=(ProcessIdentity.of_this_process().host,),
     )

@@ -30,7 +30,7 @@ LAYERS = (
     "cluster",
     "comm",
     "atomic_write config models recorder",
-    "errors",
+    "errors version",
 )
 DEPTH = {part: depth for depth, line in enumerate(LAYERS) for part in line.split()}
 

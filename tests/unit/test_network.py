@@ -12,10 +12,10 @@ from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
     candidate_addresses,
     choose_addresses,
-    interfaces,
     listening_address,
     probe_peers,
 )
+from paceline.comm.addresses import interfaces
 from paceline.errors import CommError, ConfigError
 
 TOKEN = "0123456789abcdef"

@@ -35,7 +35,7 @@ class Member:
         role: "worker": computes gradients; "server": owns parameters.
         machine: the number of the process's machine (Caffe2's shard_id).
         local_rank: the process's rank among those of its machine.
-        address: the IPv4 address at which other machines reach the process's machine.
+        address: the numeric address at which other machines reach the process's machine.
         host: the machine's host name, for messages.
     """
 

@@ -29,7 +29,6 @@ from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
     agreed_addresses,
-    interfaces,
     listening_address,
     own_addresses,
 )
@@ -55,6 +54,7 @@ from paceline.cluster.stores.store_spec import (
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.comm.addresses import host_and_port, interfaces, is_loopback, loopback
 from paceline.errors import CommError
 
 
@@ -187,9 +187,9 @@ def serve_if_needed(
     """
     rendezvous = plan.rendezvous
     if rendezvous is None:
-        server = serve_tcp("127.0.0.1", 0, STORE_LIMIT)
+        server = serve_tcp(loopback(), 0, STORE_LIMIT)
         return server, StoreSpec(
-            kind="tcp", address=f"127.0.0.1:{server.port}", space=run_space(plan.run_id)
+            kind="tcp", address=host_and_port(loopback(), server.port), space=run_space(plan.run_id)
         )
     if not rendezvous.served_by_run:
         return None, rendezvous
@@ -219,9 +219,9 @@ def serve(
     name, port = split_address(rendezvous.address)
     address = listening_address(name, interfaces(), interface_names)
     server = serve_tcp(address, port, STORE_LIMIT, port_source)
-    if not address.startswith("127.") and not rendezvous.secret:
+    if not is_loopback(address) and not rendezvous.secret:
         report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
-    return server, replace(rendezvous, address=f"{address or '127.0.0.1'}:{server.port}")
+    return server, replace(rendezvous, address=host_and_port(address or loopback(), server.port))
 
 
 UNPROTECTED_STORE_WARNING = (
@@ -238,7 +238,7 @@ def _first_generation(
 ) -> Generation:
     store, machine = registered.store, registered.plan.machine
     registrations = world.registrations
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(registrations)
+    addresses: tuple[str, ...] = (loopback(),) * len(registrations)
     if not world.one_network or registered.plan.interfaces:
         watches = [registered.watch(entry) for entry in registrations]
 

@@ -43,6 +43,7 @@ from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, read_reg
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration
 from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, first_line, open_store, peek
+from paceline.comm.addresses import loopback
 from paceline.errors import CommError
 
 START = "start"
@@ -190,7 +191,7 @@ def _group(
 ) -> Group:
     groups = world.processes_by_machine()
     machine = next(i for i, group in enumerate(groups) if own in group)
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(groups)
+    addresses: tuple[str, ...] = (loopback(),) * len(groups)
     if interface_names or not world.one_network:
         leaders = [group[0] for group in groups]
         probing = listener if own in leaders else None

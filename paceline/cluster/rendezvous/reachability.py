@@ -12,13 +12,11 @@ A connection carries one message each way, of fixed size:
 The proof is a digest of the run's job token, so that neither an unauthenticated process nor another
 run's machine counts as a peer; nor does this machine, at an address that each has (172.17.0.1).
 
-IPv4 only, and of each interface its first address, as Linux's SIOCGIFADDR returns it.
+Of each interface one address is tried; see `comm/addresses.py`.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import hmac
 import json
@@ -33,11 +31,17 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.rendezvous.deadline import Deadline, describe_numbers, missing_numbers
 from paceline.cluster.rendezvous.registration import Registration
+from paceline.comm.addresses import (
+    family_of,
+    interfaces,
+    is_loopback,
+    loopback,
+    resolve,
+)
 from paceline.errors import CommError, ConfigError
 
 _MESSAGE = struct.Struct("!8s32sII")
 _MAGIC = b"pacelin1"
-_SIOCGIFADDR = 0x8915
 _CONNECT_S = 3.0
 _ANSWER_S = 15.0
 """A peer answers once it has read the world from the store, which may be slow to show it."""
@@ -47,22 +51,6 @@ _REQUEST_TIMEOUT_S = 1.0
 
 _PROBE_REPORTS_S = 60.0  # for all machines' reports on which addresses they reached
 _READ_REPORTS_S = 5.0  # for the others to read the reports, where they show no common address
-
-
-def interfaces() -> dict[str, str]:
-    """Return the names of this machine's network interfaces and their IPv4 addresses."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-            else:
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
 
 
 def candidate_addresses(
@@ -80,15 +68,15 @@ def candidate_addresses(
     for name in interface_names:
         if name not in available:
             raise ConfigError(
-                f"--distributed_interfaces {name}: this machine has no such interface with an IPv4 "
+                f"--distributed_interfaces {name}: this machine has no such interface with an "
                 f"address; it has {', '.join(available) or 'none'}."
             )
     if interface_names:
         return tuple(available[name] for name in interface_names)
-    addresses = [a for a in available.values() if not a.startswith("127.")]
+    addresses = [a for a in available.values() if not is_loopback(a)]
     if not addresses:
         raise ConfigError(
-            "The only network interface with an IPv4 address on this machine is the loopback: "
+            "The only network interface with an address on this machine is the loopback: "
             "connect the machine to a network, or use the loopback with --distributed_interfaces "
             "lo."
         )
@@ -98,9 +86,9 @@ def candidate_addresses(
 def own_addresses(interface_names: Sequence[str], *, other_machines: bool) -> tuple[str, ...]:
     """Return the addresses at which peers may try to reach this machine, by `candidate_addresses`.
 
-    If not `other_machines`, all peers are on this machine, and the only address is 127.0.0.1.
+    If not `other_machines`, all peers are on this machine, and the only address is the loopback's.
     """
-    return candidate_addresses(interfaces(), interface_names) if other_machines else ("127.0.0.1",)
+    return candidate_addresses(interfaces(), interface_names) if other_machines else (loopback(),)
 
 
 def listening_address(
@@ -113,13 +101,13 @@ def listening_address(
         available: what `interfaces` returned.
         interface_names: names of interfaces; none: the one with the address of `host`.
     """
-    if host == "localhost" or host.startswith("127."):
-        return "127.0.0.1" if host == "localhost" else host
-    with suppress(OSError):  # a name that only the peers know
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)]
-        own = [a for a in found if a in available.values() and not a.startswith("127.")]
-        if own:
-            return own[0]
+    if host == "localhost":
+        return loopback()
+    if is_loopback(host):
+        return host
+    own = [a for a in resolve(host) if a in available.values() and not is_loopback(a)]
+    if own:  # otherwise a name that only the peers know
+        return own[0]
     return available.get(interface_names[0], "") if len(interface_names) == 1 else ""
 
 
@@ -131,7 +119,7 @@ class ProbeListener:
     """
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("", 0), backlog=128)
+        self._listener = socket.create_server(("", 0), family=family_of(""), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._thread: threading.Thread | None = None
 

@@ -41,6 +41,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
+from paceline.comm.addresses import family_of, loopback
 from paceline.errors import CommError, ConfigError
 
 _CONNECT_S = 3.0
@@ -180,7 +181,7 @@ def serve_tcp(host: str, port: int, timeout: timedelta, port_source: str = "--ma
         ConfigError: the port can't be opened.
     """
     try:
-        listener = socket.create_server((host, port), backlog=1024)
+        listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
     except OSError as error:
         raise ConfigError(
             f"{port_source}: port {port} can't be opened on this machine "
@@ -188,7 +189,7 @@ def serve_tcp(host: str, port: int, timeout: timedelta, port_source: str = "--ma
         ) from error
     port = listener.getsockname()[1]
     store = TCPStore(
-        host or "127.0.0.1",
+        host or loopback(),
         port,
         is_master=True,
         wait_for_workers=False,
@@ -211,6 +212,7 @@ def split_address(address: str, source: str = "MASTER_ADDR:MASTER_PORT") -> tupl
         ConfigError: it is something else; names the source.
     """
     host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{source} {address}: give it as HOST:PORT, such as node0:29500.")
     return host.strip("[]"), int(port)

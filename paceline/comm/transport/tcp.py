@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from math import inf
 
+from paceline.comm.addresses import family_of
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
@@ -49,8 +50,7 @@ def connect_by_tcp(
 def _connect(bootstrap: Bootstrap, address: str, number: int) -> list[socket.socket | None]:
     """Make one connection to each peer."""
     purpose = f"{bootstrap.purpose}/{number}" if number else bootstrap.purpose
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
+    with socket.create_server((address, 0), family=family_of(address)) as server:
         where = f"{address} {server.getsockname()[1]}"
         return connect_all(replace(bootstrap, purpose=purpose), server, where, _call)
 

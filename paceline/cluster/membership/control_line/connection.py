@@ -6,6 +6,8 @@ import os
 import socket
 from contextlib import suppress
 
+from paceline.comm.addresses import family_of
+
 PEER_CLOSED = "it closed the connection"
 _UNSENT = 2**18  # bytes that wait in the kernel at most, so that small frames overtake bulk bytes
 _BACKLOG = 128
@@ -38,11 +40,6 @@ class OpenSockets:
         """Close all sockets."""
         for used in list(self._sockets):
             self.close(used)
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of a numeric address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def listen(address: str) -> socket.socket:

@@ -6,7 +6,7 @@ import random
 import socket
 from collections.abc import Callable
 
-from paceline.cluster.membership.control_line.connection import OpenSockets, family_of
+from paceline.cluster.membership.control_line.connection import OpenSockets
 from paceline.cluster.membership.control_line.greeters import Greeter
 from paceline.cluster.membership.control_line.greeting import (
     BEATS,
@@ -15,6 +15,7 @@ from paceline.cluster.membership.control_line.greeting import (
     DialerGreeting,
 )
 from paceline.cluster.membership.control_line.line_thread import LineThread, Timer
+from paceline.comm.addresses import family_of
 
 _FIRST_S, _LONGEST_S = 0.05, 2.0  # between two attempts
 
