@@ -41,7 +41,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
-from paceline.comm.addresses import family_of, loopback
+from paceline.comm.addresses import family_of, host_and_port, loopback
 from paceline.errors import CommError, ConfigError
 
 _CONNECT_S = 3.0
@@ -163,7 +163,8 @@ class TcpStore(PolledStore):
                     "address, or a name that it can resolve."
                 ) from error
             reason = error.strerror or _SILENT
-            raise CommError(f"{host}:{port} can't be reached: {reason}.") from error
+            where = host_and_port(host, port)
+            raise CommError(f"{where} can't be reached: {reason}.") from error
         weakref.finalize(self, connection.close)
         return connection
 
