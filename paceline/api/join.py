@@ -49,7 +49,7 @@ from paceline.wiring import (
     report_recovery,
 )
 
-_FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
+_FIRST_TIMEOUT, _TIMEOUT, _IDLE_TIMEOUT = 1200.0, 60.0, 1800.0  # seconds; the flags' defaults
 
 
 def join(
@@ -69,6 +69,7 @@ def join(
     first_iter_timeout: float | None = None,
     timeout: float | None = None,
     peer_timeout: float = 10.0,
+    idle_timeout: float | None = None,
 ) -> World:
     """Connect this process to those that were started with it; collective.
 
@@ -108,6 +109,9 @@ def join(
             or 60.
         peer_timeout: seconds without a sign of life after which another process counts as lost;
             the others then continue without it.
+        idle_timeout: seconds for which a process may work outside a step, such as in an evaluation
+            of its own, while others wait for it; then the run ends. By default the launcher's, or
+            1,800.
 
     Raises:
         ConfigError: an argument breaks a rule, the ranks differ, or the run is active elsewhere.
@@ -123,15 +127,17 @@ def join(
         end_earlier_world("paceline.join()", interactive=environment.interactive)
         exit_handler = ExitHandler(environment)
         worker = environment.worker
-        defaults = (_FIRST_TIMEOUT, _TIMEOUT)
+        defaults = (_FIRST_TIMEOUT, _TIMEOUT, _IDLE_TIMEOUT)
         if worker is not None:
-            defaults = (worker.first_iter_timeout, worker.timeout)
+            defaults = (worker.first_iter_timeout, worker.timeout, worker.idle_timeout)
         timeouts = (
             defaults[0] if first_iter_timeout is None else first_iter_timeout,
             defaults[1] if timeout is None else timeout,
         )
         positive("first_iter_timeout", timeouts[0])
         positive("timeout", timeouts[1])
+        idle = defaults[2] if idle_timeout is None else idle_timeout
+        positive("idle_timeout", idle)
         silence("peer_timeout", peer_timeout)
         output = OutputConfig(
             resume=str(resume),
@@ -162,6 +168,7 @@ def join(
                 device=chosen,
                 timeouts=timeouts,
                 peer_timeout=peer_timeout,
+                idle_timeout=idle,
                 run=folder,
                 output=output,
                 seed=seed,

@@ -190,7 +190,7 @@ class Steps:
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
         self._begin_step(number)
-        with span("step", step=number):
+        with self.run.context.waits.step(number), span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
             self._seed_streams(_IN_STEP, number)
@@ -266,7 +266,11 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        with self._replica.step(batch.number, batch.weight, batch.global_count):
+        waits, number = self.run.context.waits, batch.number
+        with (
+            waits.step(number),
+            self._replica.step(number, batch.weight, batch.global_count),
+        ):
             yield
         self._continued ^= self._replica.stepped << STEPPED_BITS
 

@@ -180,7 +180,8 @@ def loader(
             or the checkpoint have other values.
         CommError: a peer is silent.
     """
-    with errors_name_arguments():
+    waits = world._run.context.waits
+    with errors_name_arguments(), waits.call("paceline.loader()"):
         world._end.require_open("paceline.loader()")
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")
