@@ -114,6 +114,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             if link is not None:
                 link.leave()
             raise
+        run.context.waits.close()
         if link is not None:
             link.leave()
         if not ended:

@@ -74,7 +74,7 @@ class WorldConfig:
     """Seconds to wait for another worker in any step after the first."""
 
     idle_timeout: float = 1800.0
-    """Seconds for which a worker may work outside a step, such as in an evaluation of its own, 
+    """Seconds for which a worker may work outside a step, such as in an evaluation of its own,
     while others wait for it; then the run ends. Until then such a worker doesn't count as lost."""
 
     peer_timeout: float = 10.0

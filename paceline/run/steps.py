@@ -142,6 +142,17 @@ class Steps:
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
+    @property
+    def holds_present(self) -> bool:
+        """Whether this rank holds a snapshot of the present position."""
+        held = self._snapshots.held
+        return bool(held) and held[-1].step == self.position.number
+
+    @property
+    def compares(self) -> bool:
+        """Whether the replicas are compared where the state is saved; the same on all ranks."""
+        return self._checkpoints.compares
+
     def run_generations(self, train: Callable[[], None]) -> None:
         """Call `train`, which continues from the position; once more in each later generation.
 

@@ -325,7 +325,6 @@ class MemberLink:
 
     def leave(self) -> None:
         """Report that this member ends well."""
-        self._membership.activities.close()
         self._membership.leave()
 
     def close(self) -> None:

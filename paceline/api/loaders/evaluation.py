@@ -60,13 +60,14 @@ class Evaluation:
             ConfigError: a step is active, or another rank makes another call or has other data.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
-        self._place, begins = self._loop.begin_evaluation(_CALL)
+        with self._run.context.waits.call(_CALL):
+            self._place, begins = self._loop.begin_evaluation(_CALL)
         for place, batch in self._mapped.epoch(0) if begins else ():
             if place.count:
                 self._note(place.step, place.count)
                 yield batch
                 self._done[place.first : place.last] = 1
-        while (missing := self._missing()).size:
+        while (missing := self._ended()).size:
             yield from self._batches_of(self._part(missing))
 
     def _batches_of(self, positions: Indices) -> Iterator[Any]:
@@ -82,6 +83,11 @@ class Evaluation:
         """Return this rank's part of some positions, which is contiguous."""
         rank, world_size = self._run.rank_and_size()
         return np.array_split(missing, world_size)[rank]
+
+    def _ended(self) -> Indices:
+        """Return what is missing, within a call that all ranks make; collective."""
+        with self._run.context.waits.call(f"the end of {_CALL}"):
+            return self._missing()
 
     def _missing(self) -> Indices:
         """Return the positions that no rank of this generation has evaluated; collective."""

@@ -104,6 +104,7 @@ class Loader(CurrentBatch):
             self._step, self._count = batch_slice.step, batch_slice.count
             if batch_slice.count:
                 yield batch
+        self._world._loop.evaluated += 1
 
 
 @overload

@@ -255,11 +255,10 @@ class Activities(PeerWaits):
 
     def _instead(self, other: Activity) -> str:
         """Return what another member does instead of this member's call; "" if it may come."""
-        if other.calls < self._calls:
-            if other.doing == ENDED:
-                return "which has ended its world"
-            if other.doing == STEP and other.steps >= self._steps:
-                return f"which is in step {other.steps:,}"
+        if other.doing == ENDED and other.calls <= self._calls:  # its last call was the end
+            return "which has ended its world"
+        if other.doing == STEP and other.calls < self._calls and other.steps >= self._steps:
+            return f"which is in step {other.steps:,}"
         if other.calls == self._calls and other.call not in ("", self._call):
             return f"which is in {other.call}"
         return ""
