@@ -38,8 +38,8 @@ from paceline.run.run import Run
 from paceline.run.steps import Steps, Stop
 
 _LACKS = (
-    "what the lost rank had added up by itself since the last step isn't in it. What is added up by "
-    "world.meter(), in world.evaluation(), is."
+    "it lacks what the lost rank had added up by itself since the last step. The sums of "
+    "world.meter() in world.evaluation() lack nothing."
 )
 
 

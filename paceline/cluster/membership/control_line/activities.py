@@ -44,7 +44,7 @@ class Activity:
 
     Attributes:
         doing: one of the numbers of beats.
-        generation: the token of the generation in which it is.
+        token: of the generation in which it is.
         steps: the number of steps that it has completed; in a step, that step's number.
         calls: the number of calls that all ranks make, and that it has begun in the generation; -1
             where a loss has made the numbers differ.
@@ -54,7 +54,7 @@ class Activity:
     """
 
     doing: int = WORKING
-    generation: str = ""
+    token: str = ""
     steps: int = 0
     calls: int = 0
     call: str = ""
@@ -162,7 +162,7 @@ class Activities(PeerWaits):
         return [
             member.id
             for member in self._generation.members
-            if member.id != self._member and others.get(member.id, Activity()).generation != token
+            if member.id != self._member and others.get(member.id, Activity()).token != token
         ]
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class Activities(PeerWaits):
         """Return what this member does."""
         return Activity(
             doing=self._doing,
-            generation=self._generation.token,
+            token=self._generation.token,
             steps=self._steps,
             calls=self._calls,
             call=self._call,
@@ -242,7 +242,7 @@ class Activities(PeerWaits):
             other = others.get(member.id)
             if other is None or member.id == self._member:
                 continue
-            if other.generation != self._generation.token or other.calls < 0:
+            if other.token != self._generation.token or other.calls < 0:
                 continue
             instead = self._instead(other)
             if instead:
