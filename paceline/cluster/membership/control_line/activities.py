@@ -65,7 +65,7 @@ class Activity:
     def sentence(self) -> str:
         """What the member did last, and where it is: a clause."""
         done = f"its last step was step {self.steps - 1:,}" if self.steps else "it has made no step"
-        did = f", and then it made {self.did}" if self.did else ""
+        did = f"; then came {self.did}" if self.did else ""
         place = f"; it is at {self.place}" if self.place else ""
         return f"{done}{did}{place}"
 
