@@ -27,6 +27,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from paceline.api.argument_names import print_message_for_scripts
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_bytes, gather_texts
@@ -131,6 +132,13 @@ class Rollback:
         assert self.error is not None
         with self._end.exit_on_stop():
             self.steps.recovery.go_back(self.error)
+        if self._run.leads:
+            number = self._position.position.number
+            print_message_for_scripts(
+                f"the loader yields the batches from step {number:,} on again: what the script "
+                "counts or adds up by itself counts them twice. world.steps, world.meter() and "
+                "what world.track() tracks went back with the model."
+            )
         if self._evaluated is not None and self._evaluated[0] > self._position.position.number:
             self._evaluated = None  # it is repeated, or begins for the first time on other ranks
         self._note_entered()

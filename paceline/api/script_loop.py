@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.meter import Meters
 from paceline.api.rollback import Outcome, Place, Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
@@ -70,6 +71,7 @@ class ScriptLoop:
         loaders: the number of loaders that were made.
         begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
+        meters: what the script's meters have added up.
         evaluated: how many loaders of evaluations this rank has iterated to the end alone.
     """
 
@@ -86,6 +88,7 @@ class ScriptLoop:
         self.rollback = Rollback(position, end, run)
         self.loaders, self.begun = 0, False
         self.evaluated = 0
+        self.meters = Meters(run.context.device)
         self._said_apart = False  # that some ranks have evaluated alone
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
@@ -94,6 +97,11 @@ class ScriptLoop:
     def use(self, steps: Steps) -> None:
         """Make steps of the models from now on."""
         self.steps = self.rollback.steps = steps
+
+    def _fix_meters(self, steps: Steps) -> None:
+        """Let steps sum the meters that there are, from the first one on."""
+        self._position.use_sums(self.meters.of_steps)
+        self.meters.begin(steps)
 
     def refuse_outside(
         self, optimizer: Optimizer, replica: Replica | AveragedReplica
@@ -116,6 +124,11 @@ class ScriptLoop:
     def in_step(self) -> bool:
         """Whether a step is active."""
         return self._in_step
+
+    @property
+    def collects(self) -> bool:
+        """Whether what meters get now is of a step that ends later."""
+        return (self._in_step and not self._repeats) or bool(self._position.waiting)
 
     @property
     def exchanging(self) -> bool:
@@ -148,14 +161,19 @@ class ScriptLoop:
             try:
                 self._repeats = repeats = self._position.repeats
                 batch_slice, earlier = self._position.next_slice(samples)
+                self._fix_meters(steps)
                 if not self.begun:
                     self._begin()
                     self.begun = True
                 self._in_step = self._failed = True
-                with steps.continue_step(batch_slice) if repeats else steps.step(batch_slice):
+                with (
+                    steps.continue_step(batch_slice) if repeats else steps.step(batch_slice)
+                ) as sums:
                     entered = True
                     yield step
                     self._require_no_loss()
+                    if sums is not None:
+                        self.meters.take(sums)
             except CommError as error:
                 self.rollback.lose(error, in_step=True)
                 self._failed = False
@@ -186,6 +204,8 @@ class ScriptLoop:
             self.discard_batches()
         self._position.waiting.clear()  # slices of an iteration that was left early
         another = self._position.next_is_another
+        if self.steps is not None:
+            self._fix_meters(self.steps)
         while self.steps is not None and self.rollback.reach(Place.NEXT_EPOCH):
             try:
                 with errors_name_arguments():
@@ -221,6 +241,8 @@ class ScriptLoop:
 
     def queue_slice(self, batch_slice: BatchSlice) -> None:
         """Queue a slice for the next step, which may train later ones too."""
+        if not self._position.waiting:
+            self.meters.clear()  # of a step that was not made
         self._position.waiting.append(batch_slice)
         if self.steps is not None and self.replica is not None:
             self.steps.seed(batch_slice.number)
@@ -429,6 +451,12 @@ class ScriptLoop:
             )
         self._require_no_loss()
         return self.replica
+
+    def require_steps(self, call: str) -> Steps:
+        """Return the model's steps; raise ConfigError if there is none or the world is closed."""
+        self.require_replica(call)
+        assert self.steps is not None
+        return self.steps
 
     def require_between_steps(self, call: str) -> Steps:
         """Return the model's steps; raise ConfigError if one is active, or none can follow."""

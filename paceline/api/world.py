@@ -29,6 +29,7 @@ from paceline.api.argument_names import (
     print_message_for_scripts,
 )
 from paceline.api.cell_errors import CellErrors
+from paceline.api.meter import Meter
 from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
@@ -272,6 +273,27 @@ class World:
 
         with self._end.explained("world.total()"), self._run.context.waits.call("world.total()"):
             return self._loop.together("world.total()", add_up, values)
+
+    def meter(self, *names: str) -> Meter:
+        """Make a meter: sums over the steps of an epoch, or over an evaluation. All ranks call it.
+
+        Values are added on each rank (`Meter.add`), and read as sums over all ranks (`Meter.sums`).
+        A lost rank changes no sum: values of steps are undone with the steps, and what it had to
+        evaluate is evaluated by the others.
+
+        Args:
+            names: of the sums. Meters of steps are made before the first step.
+
+        Raises:
+            ConfigError: there is no name, or one is given twice.
+        """
+        self._end.require_open("world.meter()")
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"world.meter() got the names {', '.join(map(repr, names)) or 'none'}: pass the "
+                "names of its sums, each once, such as world.meter('loss', 'samples')."
+            )
+        return Meter(self._loop.meters, self._loop, names)
 
     def evaluation(self, loader: object) -> Iterator[Any]:
         """Yield the batches of an evaluation that outlives lost peers. All ranks call it.

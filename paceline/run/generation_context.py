@@ -83,7 +83,7 @@ class GenerationContext:
     Attributes:
         group: all ranks of the generation, as this one sees them.
         limits: the timeouts.
-        waits: as given.
+        waits, device: as given.
         communicator: connects all ranks, for tensors in this machine's memory.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks.
@@ -112,7 +112,8 @@ class GenerationContext:
     ) -> None:
         self.group, self.limits = group, limits
         self.waits = waits
-        self._connect, self._device = connect, device
+        self._connect = connect
+        self.device = device
         self._communicators: list[Communicator] = []
         self._windows = count()
         self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
@@ -207,7 +208,7 @@ class GenerationContext:
         communicator: Communicator = SingleRankCommunicator()
         if group.size > 1:
             communicator = self._open_gpus(group, f"{purpose}/{group.machine}")
-        first = torch.ones(1, device=self._device)
+        first = torch.ones(1, device=self.device)
         communicator.reduce(first).wait(what)
         communicator.broadcast(first).wait(what)
         assert first.tolist() == [group.size]

@@ -153,6 +153,20 @@ class Steps:
         """Whether the replicas are compared where the state is saved; the same on all ranks."""
         return self._checkpoints.compares
 
+    def sum_values(self, count: int) -> None:
+        """Sum so many values in each step, from the first one on."""
+        self._value_count = count
+        if len(self.position.sums) != count:
+            self.position.sums = [0.0] * count
+
+    def receive_sums(self) -> None:
+        """Wait until the position has the sums of all steps.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._receive_summaries(before=self.position.number)
+
     def run_generations(self, train: Callable[[], None]) -> None:
         """Call `train`, which continues from the position; once more in each later generation.
 
@@ -266,7 +280,7 @@ class Steps:
             )
 
     @contextmanager
-    def continue_step(self, batch: BatchSlice) -> Iterator[None]:
+    def continue_step(self, batch: BatchSlice) -> Iterator[Tensor | None]:
         """Train further models on the batch of the last step, as a part of that step.
 
         There is no boundary, event or summary: the state in between is no position to resume from.
@@ -282,7 +296,7 @@ class Steps:
             waits.step(number),
             self._replica.step(number, batch.weight, batch.global_count),
         ):
-            yield
+            yield None
         self._continued ^= self._replica.stepped << STEPPED_BITS
 
     def seed(self, number: int) -> None:
