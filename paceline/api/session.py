@@ -40,6 +40,7 @@ class Session:
         run: the run folder, or None.
         output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
+        default_group: whether torch has a default group of all ranks, which survives no loss.
         signals: receives SIGTERM and SIGINT as requests to stop, in a script.
         interactive_signals: receives them in an interactive interpreter.
         exit_handler: reports a failure of the script.
@@ -60,6 +61,7 @@ class Session:
     interactive_signals: InteractiveSignals
     exit_handler: ExitHandler
     resources: ExitStack
+    default_group: bool = False
     link: MemberLink | None = None
     waits: PeerWaits = NO_PEERS
 
@@ -91,7 +93,8 @@ class Session:
             peer_timeout=self.peer_timeout, timeout=later, idle_timeout=self.idle_timeout
         )
         group, store, report = self.joined.group, self.joined.store, print_message_for_scripts
-        if self.joined.launcher != "paceline":  # others end all processes where one is lost
+        # Other launchers end all processes where one is lost.
+        if self.joined.launcher != "paceline" or self.default_group:
             watched = watch_peers(group, store, options=options, limit=first, report=report)
             self.resources.callback(watched.close)
             return replace(self, waits=watched.waits)
