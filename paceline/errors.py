@@ -12,6 +12,7 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     ├── CheckpointError                   a file of weights or of a run's state
     ├── ReplicasDiffer                    the ranks' states aren't equal any more
     ├── ServerLost                        the averaging server: a run doesn't continue without it
+    ├── IdleTimeout                       a rank worked outside a step for too long
     └── Diverged                          the loss became NaN, or exploded
 
 A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
@@ -218,6 +219,10 @@ class ReplicasDiffer(PacelineError):
 
 class ServerLost(PacelineError):
     """Error of a run whose averaging server was lost: no generation of the world follows."""
+
+
+class IdleTimeout(PacelineError):
+    """Error of a run that waits for a rank which works outside a step for too long: it ends."""
 
 
 class Diverged(PacelineError):

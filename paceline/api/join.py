@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.default_group import open_default_group, require_none
 from paceline.api.exit_handler import ExitHandler
 from paceline.api.open_world import end_earlier_world
 from paceline.api.session import Session
@@ -49,7 +50,7 @@ from paceline.wiring import (
     report_recovery,
 )
 
-_FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
+_FIRST_TIMEOUT, _TIMEOUT, _IDLE_TIMEOUT = 1200.0, 60.0, 1800.0  # seconds; the flags' defaults
 
 
 def join(
@@ -69,6 +70,8 @@ def join(
     first_iter_timeout: float | None = None,
     timeout: float | None = None,
     peer_timeout: float = 10.0,
+    idle_timeout: float | None = None,
+    default_group: bool = False,
 ) -> World:
     """Connect this process to those that were started with it; collective.
 
@@ -108,6 +111,12 @@ def join(
             or 60.
         peer_timeout: seconds without a sign of life after which another process counts as lost;
             the others then continue without it.
+        idle_timeout: seconds for which a process may work outside a step, such as in an evaluation
+            of its own, while others wait for it; then the run ends. By default the launcher's, or
+            1,800.
+        default_group: make torch's default process group of all ranks, for libraries that look for
+            it (torchmetrics, code that asks `torch.distributed.is_initialized()`): by Gloo for
+            CPUs, and by NCCL where each rank has its GPU. The loss of a process then ends the run.
 
     Raises:
         ConfigError: an argument breaks a rule, the ranks differ, or the run is active elsewhere.
@@ -123,16 +132,20 @@ def join(
         end_earlier_world("paceline.join()", interactive=environment.interactive)
         exit_handler = ExitHandler(environment)
         worker = environment.worker
-        defaults = (_FIRST_TIMEOUT, _TIMEOUT)
+        defaults = (_FIRST_TIMEOUT, _TIMEOUT, _IDLE_TIMEOUT)
         if worker is not None:
-            defaults = (worker.first_iter_timeout, worker.timeout)
+            defaults = (worker.first_iter_timeout, worker.timeout, worker.idle_timeout)
         timeouts = (
             defaults[0] if first_iter_timeout is None else first_iter_timeout,
             defaults[1] if timeout is None else timeout,
         )
         positive("first_iter_timeout", timeouts[0])
         positive("timeout", timeouts[1])
+        idle = defaults[2] if idle_timeout is None else idle_timeout
+        positive("idle_timeout", idle)
         silence("peer_timeout", peer_timeout)
+        if default_group:
+            require_none()
         output = OutputConfig(
             resume=str(resume),
             checkpoint_steps=checkpoint_steps,
@@ -162,6 +175,8 @@ def join(
                 device=chosen,
                 timeouts=timeouts,
                 peer_timeout=peer_timeout,
+                idle_timeout=idle,
+                default_group=default_group,
                 run=folder,
                 output=output,
                 seed=seed,
@@ -189,6 +204,7 @@ def _open_world(session: Session) -> World:
         remove_records_of_machine(folder.path, group.machine)
         session.resources.callback(folder.close)
     given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
+    given |= {"default_group": "True"} if session.default_group else {}
     session.require_equal("arguments of join()", {**session.identity, **given})
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)
@@ -199,6 +215,8 @@ def _open_world(session: Session) -> World:
     session = session.join_membership()
     group = session.joined.group
     start, run, speed = Start(), session.make_run(), SpeedRecorder()
+    if session.default_group:
+        open_default_group(session, run)
     losses = LossHistory(partial(report_recovery, run))
     if path is not None:
         start = find_start(output, path, session.identity, run)

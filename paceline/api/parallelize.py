@@ -98,7 +98,8 @@ def parallelize(
             match the checkpoint.
         CommError: a peer is lost or silent.
     """
-    with errors_name_arguments():
+    waits = world._run.context.waits
+    with errors_name_arguments(), waits.call("paceline.parallelize()"):
         session = world._session
         run, context = world._run, world._run.context
         world._end.require_open("paceline.parallelize()")

@@ -18,13 +18,19 @@ places, and a rank that is behind continues to the next place, without a further
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
+from torch import Tensor
+
+from paceline.api.argument_names import print_message_for_scripts
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
-from paceline.comm.communicator import gather_texts
+from paceline.comm.communicator import gather_bytes, gather_texts
 from paceline.errors import CommError
 from paceline.replica.group import AnyReplica
 from paceline.run.run import Run
@@ -46,6 +52,19 @@ class Place(IntEnum):
     STEP = NEXT_EPOCH + 1
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a call that all ranks make: what a rank that is behind gets from another one.
+
+    Attributes:
+        place: the call's place.
+        value: what it returned, of one dtype and shape on all ranks.
+    """
+
+    place: int
+    value: Tensor
+
+
 class Rollback:
     """Return of a script's loop to a snapshot, after a peer is lost.
 
@@ -58,6 +77,8 @@ class Rollback:
         steps: the steps of the model; None: there is no model yet.
         error: reports the lost peer, until the loader goes back to a snapshot; None: none is lost.
         moved: whether the ranks have changed since the loader's last batch, without a return.
+        entered: whether this rank has entered a later generation.
+        outcome: of the last call by `keep`.
     """
 
     def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
@@ -66,7 +87,9 @@ class Rollback:
         self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.steps: Steps | None = None
         self.error: CommError | None = None
-        self.moved = False
+        self.moved = self.entered = False
+        self._in_step = False  # the loss was noticed in a step, which is to be made again
+        self.outcome: Outcome | None = None
 
     @property
     def possible(self) -> bool:
@@ -74,13 +97,25 @@ class Rollback:
         known = self.steps is not None and self._position.order is not None
         return known and self.steps is not None and self.steps.recovery.survives
 
-    def lose(self, error: CommError) -> None:
-        """Leave a generation that has lost a peer; raise its error where the run can't continue."""
+    @property
+    def here(self) -> bool:
+        """Whether the present state is that of a snapshot: no step was made, or begun, since."""
+        assert self.steps is not None
+        return not self._in_step and self.steps.holds_present
+
+    def lose(self, error: CommError, *, in_step: bool = False) -> None:
+        """Leave a generation that has lost a peer; raise its error where the run can't continue.
+
+        Args:
+            error: reports the lost peer.
+            in_step: a step was active.
+        """
         if self.error is not None:  # this is what follows from it
             return
         if self.steps is None or self._position.order is None:
             raise error
         self.steps.recovery.leave_generation(error)
+        self._in_step = in_step
         self.error = error
 
     def continue_steps(self) -> int:
@@ -97,6 +132,13 @@ class Rollback:
         assert self.error is not None
         with self._end.exit_on_stop():
             self.steps.recovery.go_back(self.error)
+        if self._run.leads:
+            number = self._position.position.number
+            print_message_for_scripts(
+                f"the loader yields the batches from step {number:,} on again: what the script "
+                "counts or adds up by itself counts them twice. world.steps, world.meter() and "
+                "what world.track() tracks went back with the model."
+            )
         if self._evaluated is not None and self._evaluated[0] > self._position.position.number:
             self._evaluated = None  # it is repeated, or begins for the first time on other ranks
         self._note_entered()
@@ -130,6 +172,8 @@ class Rollback:
         while self._behind:
             try:
                 places = self._gather_places(place)
+                if min(places) < max(places):
+                    self._share_outcome(places)
             except CommError as error:
                 if place == Place.STEP:
                     self.lose(error)
@@ -144,11 +188,31 @@ class Rollback:
 
     def _note_entered(self) -> None:
         self.error, self._behind = None, True
+        self._in_step = False
+        self.entered = True
         self._position.discard_waiting()
 
     def _gather_places(self, place: int) -> list[int]:
         communicator = self._run.context.communicator
         return list(map(int, gather_texts(communicator, str(int(place)), _MEETING)))
+
+    def _share_outcome(self, places: Sequence[int]) -> None:
+        """Give the ranks that are behind the outcome of their call, from a rank that has it.
+
+        A rank that has completed a call is in the next one, which waits for all: it has the outcome
+        of no later call.
+        """
+        own = self.outcome
+        data = b""
+        if own is not None and own.place in places:
+            state = io.BytesIO()
+            torch.save((own.place, own.value.cpu()), state)
+            data = state.getvalue()
+        for each in gather_bytes(self._run.context.communicator, data, _MEETING):
+            if each and not data:
+                place, value = torch.load(io.BytesIO(each), weights_only=True)
+                self.outcome = Outcome(place, value)
+                return
 
     @contextmanager
     def accumulating(self, replica: AnyReplica) -> Iterator[None]:

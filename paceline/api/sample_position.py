@@ -65,6 +65,8 @@ class SamplePosition:
         self.stream: Mapping[str, Any] | None = None
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
         self._saved_stream: Mapping[str, Any] | None = None
+        self._sums: Sequence[str] | None = None  # the names of a step's sums
+        self._saved_sums: Sequence[str] = ()
         self._taken = self._next_taken = 0  # positions of the endless epoch; after the next step
 
     @property
@@ -153,6 +155,23 @@ class SamplePosition:
                     "same value, or a different run= to paceline.join()."
                 )
         self.stream = facts
+
+    def use_sums(self, names: Sequence[str]) -> None:
+        """Sum values of these names in each step, from the first one on.
+
+        Raises:
+            ConfigError: the checkpoint has sums of other names, in the middle of an epoch.
+        """
+        if self._sums is not None:
+            return
+        self._sums = names
+        if self.position.step and list(self._saved_sums) != list(names):
+            raise ConfigError(
+                f"the meters have the sums {', '.join(names) or 'none'}, but the checkpoint, "
+                "written in the middle of an epoch, has "
+                f"{', '.join(self._saved_sums) or 'none'}: make the same meters, or pass a "
+                "different run= to paceline.join()."
+            )
 
     def begin_stream_epoch(self, first: int) -> int:
         """Begin an epoch of streams at step `first`; return the samples taken before it."""
@@ -253,12 +272,14 @@ class SamplePosition:
         """Return the state for a checkpoint."""
         order = None if self.order is None else asdict(self.order)
         stream = {} if self.stream is None else {"stream": dict(self.stream)}
-        return {"taken": self._taken, "order": order, **stream}
+        sums = {"sums": list(self._sums)} if self._sums else {}
+        return {"taken": self._taken, "order": order, **stream, **sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._taken, self._saved_order = state["taken"], state["order"]
         self._saved_stream = state.get("stream")
+        self._saved_sums = state.get("sums", ())
 
     def _repeated(self, samples: int | None) -> BatchSlice:
         """Return the last step's slice, which another model's step trains too."""

@@ -18,12 +18,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import errors_name_arguments
-from paceline.api.rollback import Place, Rollback
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.meter import Meters
+from paceline.api.rollback import Outcome, Place, Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
+from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.replica.averaged_replica import AveragedReplica
@@ -31,8 +34,14 @@ from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
+from paceline.run.last_comparison import evaluated_apart
 from paceline.run.run import Run
 from paceline.run.steps import Steps, Stop
+
+_LACKS = (
+    "it lacks what the lost rank had added up by itself since the last step. The sums of "
+    "world.meter() in world.evaluation() lack nothing."
+)
 
 
 @dataclass
@@ -62,6 +71,8 @@ class ScriptLoop:
         loaders: the number of loaders that were made.
         begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
+        meters: what the script's meters have added up.
+        evaluated: how many loaders of evaluations this rank has iterated to the end alone.
     """
 
     def __init__(
@@ -76,6 +87,9 @@ class ScriptLoop:
         self.replica: AnyReplica | None = None
         self.rollback = Rollback(position, end, run)
         self.loaders, self.begun = 0, False
+        self.evaluated = 0
+        self.meters = Meters(run.context.device)
+        self._said_apart = False  # that some ranks have evaluated alone
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
@@ -83,6 +97,11 @@ class ScriptLoop:
     def use(self, steps: Steps) -> None:
         """Make steps of the models from now on."""
         self.steps = self.rollback.steps = steps
+
+    def _fix_meters(self, steps: Steps) -> None:
+        """Let steps sum the meters that there are, from the first one on."""
+        self._position.use_sums(self.meters.of_steps)
+        self.meters.begin(steps)
 
     def refuse_outside(
         self, optimizer: Optimizer, replica: Replica | AveragedReplica
@@ -105,6 +124,11 @@ class ScriptLoop:
     def in_step(self) -> bool:
         """Whether a step is active."""
         return self._in_step
+
+    @property
+    def collects(self) -> bool:
+        """Whether what meters get now is of a step that ends later."""
+        return (self._in_step and not self._repeats) or bool(self._position.waiting)
 
     @property
     def exchanging(self) -> bool:
@@ -137,16 +161,21 @@ class ScriptLoop:
             try:
                 self._repeats = repeats = self._position.repeats
                 batch_slice, earlier = self._position.next_slice(samples)
+                self._fix_meters(steps)
                 if not self.begun:
                     self._begin()
                     self.begun = True
                 self._in_step = self._failed = True
-                with steps.continue_step(batch_slice) if repeats else steps.step(batch_slice):
+                with (
+                    steps.continue_step(batch_slice) if repeats else steps.step(batch_slice)
+                ) as sums:
                     entered = True
                     yield step
                     self._require_no_loss()
+                    if sums is not None:
+                        self.meters.take(sums)
             except CommError as error:
-                self.rollback.lose(error)
+                self.rollback.lose(error, in_step=True)
                 self._failed = False
                 if not entered:
                     with suppress(CommError):  # of the first use of the exchange
@@ -167,10 +196,16 @@ class ScriptLoop:
         what the script has done since isn't repeated.
         """
         self._end.require_open("the loader")
+        with self._run.context.waits.call("the loader's next epoch", checked=False):
+            return self._begin_epoch()
+
+    def _begin_epoch(self) -> int:
         if self._position.unfinished:
             self.discard_batches()
         self._position.waiting.clear()  # slices of an iteration that was left early
         another = self._position.next_is_another
+        if self.steps is not None:
+            self._fix_meters(self.steps)
         while self.steps is not None and self.rollback.reach(Place.NEXT_EPOCH):
             try:
                 with errors_name_arguments():
@@ -178,6 +213,7 @@ class ScriptLoop:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
                     self.steps.take_snapshot()
+                    self._compare_evaluations()
                 break
             except CommError as error:
                 if not self.rollback.possible:
@@ -205,6 +241,8 @@ class ScriptLoop:
 
     def queue_slice(self, batch_slice: BatchSlice) -> None:
         """Queue a slice for the next step, which may train later ones too."""
+        if not self._position.waiting:
+            self.meters.clear()  # of a step that was not made
         self._position.waiting.append(batch_slice)
         if self.steps is not None and self.replica is not None:
             self.steps.seed(batch_slice.number)
@@ -219,13 +257,28 @@ class ScriptLoop:
         self._position.require_all_trained()
         if self.steps is None:
             return None
+        with self._run.context.waits.call("the end of the loader's epoch", checked=False):
+            return self._end_steps(self.steps)
+
+    def _compare_evaluations(self) -> None:
+        """Say where some ranks have evaluated alone, each its own part; collective."""
+        communicator = self._run.context.communicator
+        if self.rollback.entered or self._said_apart or communicator.world_size == 1:
+            return  # after a loss ranks may differ in what they had begun
+        counts = gather_counts(communicator, self.evaluated, "the ranks' numbers of evaluations")
+        note = evaluated_apart(counts)
+        self._said_apart = bool(note)
+        if note and communicator.rank == 0:
+            print_message_for_scripts(note)
+
+    def _end_steps(self, steps: Steps) -> int | None:
         done = self._position.position.number
         with self._end.exit_on_stop():
             while self.rollback.reach(Place.EPOCH_END):
                 try:
-                    self.steps.end_steps()
+                    steps.end_steps()
                     if self.rollback.possible:
-                        self.steps.take_snapshot()
+                        steps.take_snapshot()
                     break
                 except CommError as error:
                     self.rollback.lose(error)
@@ -252,11 +305,53 @@ class ScriptLoop:
         place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
             try:
+                communicator = self._run.context.communicator
+                require_same_call(communicator, call, "", f"{call}, which all ranks must call")
                 steps.take_snapshot()
                 return place + 1, True
             except CommError as error:
                 self.rollback.enter_here(error)
         return place + 1, False
+
+    def together(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
+        """Make a call of all ranks between two steps, which outlives lost peers.
+
+        Args:
+            call: the call.
+            make: makes it, in the present generation; collective.
+            own: what it is where the loop goes back to an earlier step, and makes it again.
+
+        Returns:
+            what `make` returned here, or on another rank.
+
+        Raises:
+            CommError: a peer is lost, and the others can't continue.
+        """
+        rollback = self.rollback
+        if self._in_step or not rollback.possible:
+            return make()
+        place = rollback.next_evaluation()
+        lost: CommError | None = rollback.error
+        while True:
+            if lost is not None:
+                if not rollback.here:
+                    rollback.lose(lost)
+                    return own
+                rollback.enter_here(lost)
+                if self._run.leads:
+                    print_message_for_scripts(f"{call} after this loss: {_LACKS}")
+                lost = None
+            if not rollback.reach(place):
+                assert rollback.outcome is not None
+                assert rollback.outcome.place == place
+                return rollback.outcome.value.to(own.device)
+            try:
+                value = make()
+            except CommError as error:
+                lost = error
+                continue
+            rollback.outcome = Outcome(place, value)
+            return value
 
     def finish(self) -> None:
         """Save the state after the last step, unless there is none.
@@ -280,6 +375,8 @@ class ScriptLoop:
         with errors_name_arguments():
             try:
                 self._save_last(self.steps)
+                if completed and self.steps.compares:
+                    self._compare_evaluations()
                 self.steps.finish(together=completed)
             except CommError as error:
                 if not completed:
@@ -354,6 +451,12 @@ class ScriptLoop:
             )
         self._require_no_loss()
         return self.replica
+
+    def require_steps(self, call: str) -> Steps:
+        """Return the model's steps; raise ConfigError if there is none or the world is closed."""
+        self.require_replica(call)
+        assert self.steps is not None
+        return self.steps
 
     def require_between_steps(self, call: str) -> Steps:
         """Return the model's steps; raise ConfigError if one is active, or none can follow."""

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from paceline.api.argument_names import print_message_for_scripts
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
 from paceline.cluster.membership.evidence import EvidenceOptions
@@ -17,10 +18,11 @@ from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.run.run import Run
-from paceline.wiring import MemberLink, join_membership, open_run
+from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -34,20 +36,24 @@ class Session:
         device: device of the tensors in collectives.
         timeouts: in seconds: one for the start and the first step, one for later operations.
         peer_timeout: seconds without a sign of life after which a peer counts as lost.
+        idle_timeout: seconds for which a peer may work outside a step while others wait.
         run: the run folder, or None.
         output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
+        default_group: whether torch has a default group of all ranks, which survives no loss.
         signals: receives SIGTERM and SIGINT as requests to stop, in a script.
         interactive_signals: receives them in an interactive interpreter.
         exit_handler: reports a failure of the script.
         resources: what the world's `close` closes, in reverse order of opening.
         link: the link to the membership; None until it is joined, and in a world of one rank.
+        waits: what the peers do in steps and between them.
     """
 
     joined: Joined
     device: torch.device
     timeouts: tuple[float, float]
     peer_timeout: float
+    idle_timeout: float
     run: Path | None
     output: OutputConfig
     seed: int
@@ -55,7 +61,9 @@ class Session:
     interactive_signals: InteractiveSignals
     exit_handler: ExitHandler
     resources: ExitStack
+    default_group: bool = False
     link: MemberLink | None = None
+    waits: PeerWaits = NO_PEERS
 
     @property
     def identity(self) -> dict[str, object]:
@@ -71,7 +79,8 @@ class Session:
         """
         texts = {name: str(value) for name, value in facts.items()}
         joined = self.joined
-        compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
+        limit = self.timeouts[0]
+        compare(joined.store, joined.group, subject, texts, timeout=limit, waits=self.waits)
 
     def join_membership(self) -> Self:
         """Return the session with the link to the membership, if it has one; collective.
@@ -79,19 +88,22 @@ class Session:
         Raises:
             CommError: a rank is late, or can't be reached.
         """
-        if self.joined.launcher != "paceline":  # others end all processes where one is lost
-            return self
         first, later = self.timeouts
-        group, link = join_membership(
-            self.joined.group,
-            self.joined.store,
-            options=EvidenceOptions(peer_timeout=self.peer_timeout, timeout=later),
-            limit=first,
+        options = EvidenceOptions(
+            peer_timeout=self.peer_timeout, timeout=later, idle_timeout=self.idle_timeout
         )
+        group, store, report = self.joined.group, self.joined.store, print_message_for_scripts
+        # Other launchers end all processes where one is lost.
+        if self.joined.launcher != "paceline" or self.default_group:
+            watched = watch_peers(group, store, options=options, limit=first, report=report)
+            self.resources.callback(watched.close)
+            return replace(self, waits=watched.waits)
+        group, link = join_membership(group, store, options=options, limit=first, report=report)
         if link is not None:
             self.resources.callback(link.close)
             link.end_with(self.signals)
-        return replace(self, joined=replace(self.joined, group=group), link=link)
+        waits = NO_PEERS if link is None else link.waits
+        return replace(self, joined=replace(self.joined, group=group), link=link, waits=waits)
 
     def make_run(self) -> Run:
         """Connect to all ranks until the world ends; collective.
@@ -99,7 +111,8 @@ class Session:
         Raises:
             CommError: a rank is late.
         """
-        run = open_run(self.joined.group, self.joined.store, self.device, self.timeouts, self.link)
+        group, store = self.joined.group, self.joined.store
+        run = open_run(group, store, self.device, self.timeouts, self.link, self.waits)
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

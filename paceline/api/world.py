@@ -29,6 +29,7 @@ from paceline.api.argument_names import (
     print_message_for_scripts,
 )
 from paceline.api.cell_errors import CellErrors
+from paceline.api.meter import Meter
 from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
@@ -227,11 +228,16 @@ class World:
         call = "world.merge()"
         self._loop.require_between_steps(call)
         replica = self._loop.require_replica(call)
-        with self._end.explained(call):
+
+        def merge() -> Tensor:
             if isinstance(replica, AveragedReplica):
                 communicator = self._run.context.communicator
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
             replica.merge()
+            return torch.empty(0)
+
+        with self._end.explained(call), self._run.context.waits.call(call):
+            self._loop.together(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
@@ -258,11 +264,36 @@ class World:
         values = tensor.detach()
         values = values.long() if values.dtype is torch.bool else values
         what = "world.total(), which all ranks must call"
-        with self._end.explained("world.total()"):
+
+        def add_up() -> Tensor:
             communicator = self._run.context.communicator
             form = f"{values.dtype} of shape {tuple(values.shape)}"
             require_same_call(communicator, "world.total()", form, what)
             return total(communicator, values, what)
+
+        with self._end.explained("world.total()"), self._run.context.waits.call("world.total()"):
+            return self._loop.together("world.total()", add_up, values)
+
+    def meter(self, *names: str) -> Meter:
+        """Make a meter: sums over the steps of an epoch, or over an evaluation. All ranks call it.
+
+        Values are added on each rank (`Meter.add`), and read as sums over all ranks (`Meter.sums`).
+        A lost rank changes no sum: values of steps are undone with the steps, and what it had to
+        evaluate is evaluated by the others.
+
+        Args:
+            names: of the sums. Meters of steps are made before the first step.
+
+        Raises:
+            ConfigError: there is no name, or one is given twice.
+        """
+        self._end.require_open("world.meter()")
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"world.meter() got the names {', '.join(map(repr, names)) or 'none'}: pass the "
+                "names of its sums, each once, such as world.meter('loss', 'samples')."
+            )
+        return Meter(self._loop.meters, self._loop, names)
 
     def evaluation(self, loader: object) -> Iterator[Any]:
         """Yield the batches of an evaluation that outlives lost peers. All ranks call it.
@@ -366,8 +397,9 @@ class World:
             try:
                 if replica is not None and replica.stateful:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
-                    communicator = self._run.context.communicator
-                    require_same_call(communicator, call, "", what)
+                    context = self._run.context
+                    with context.waits.call(call):
+                        require_same_call(context.communicator, call, "", what)
                 steps.save(together=False)
             except CommError as error:
                 return self._loop.lose_between_steps(error)
@@ -387,11 +419,16 @@ class World:
         """
         if self._end.closed:
             return
+        with self._run.context.waits.call("world.close()", checked=False):
+            self._close()
+
+    def _close(self) -> None:
         differ: ReplicasDiffer | None = None
         used = not self._loop.parameters_unused  # before `finish`, which uses them
         try:
             self._loop.finish()
             session, present = self._session, self._run.context.group.generation
+            session.waits.close()
             if session.link is not None:
                 session.link.leave()
             lasted = present.token == session.joined.group.generation.token
@@ -440,7 +477,8 @@ class World:
         checksums, joined = self._loop.last_checksums(), self._session.joined
         if checksums is None:
             return None
-        own = LastState(steps=self.steps, code=code_of(checksums), used=used)
+        evaluated = 0 if self._loop.rollback.entered else self._loop.evaluated
+        own = LastState(steps=self.steps, code=code_of(checksums), used=used, evaluated=evaluated)
         report = print_message_for_scripts
         return post_and_compare(joined.store, joined.group, own, checksums, report)
 

@@ -20,6 +20,7 @@ from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
+from paceline.comm.peer_waits import NO_PEERS
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
@@ -59,13 +60,19 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        link = None
+        link, waits = None, NO_PEERS
         if survives and config.output.snapshots:
             group, link = _join_membership(config, group, store)
+        elif group.size > 1:
+            watched = wiring.watch_peers(
+                group, store, options=_options(config), limit=config.world.first_iter_timeout
+            )
+            stack.callback(watched.close)
+            waits = watched.waits
         if link is not None:
             stack.callback(link.close)
             link.end_with(signals)
-        run = stack.enter_context(wiring.make_run(config, group, store, device, link))
+        run = stack.enter_context(wiring.make_run(config, group, store, device, link, waits))
         start = wiring.find_start(config.output, folder, config.identity(), run)
         run.trace = wiring.build_trace(config.output, run, folder)
         speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))
@@ -110,6 +117,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             if link is not None:
                 link.leave()
             raise
+        run.context.waits.close()
         if link is not None:
             link.leave()
         if not ended:
@@ -130,9 +138,15 @@ def _join_membership(
     config: TrainConfig, group: Group, store: Store
 ) -> tuple[Group, wiring.MemberLink | None]:
     """Join the membership of a world that survives the loss of a worker; collective."""
-    options = EvidenceOptions(peer_timeout=config.world.peer_timeout, timeout=config.world.timeout)
     limit = config.world.first_iter_timeout
-    return wiring.join_membership(group, store, options=options, limit=limit)
+    return wiring.join_membership(group, store, options=_options(config), limit=limit)
+
+
+def _options(config: TrainConfig) -> EvidenceOptions:
+    world = config.world
+    return EvidenceOptions(
+        peer_timeout=world.peer_timeout, timeout=world.timeout, idle_timeout=world.idle_timeout
+    )
 
 
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:

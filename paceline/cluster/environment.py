@@ -44,6 +44,7 @@ class WorkerEnvironment(JsonRecord):
             rendezvous of process groups; may hold a password.
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
+        idle_timeout: seconds for which a worker may work outside a step while others wait.
         error_file: path of the file to which the worker writes why it failed.
         survival_mark: path of the worker's survival mark; "" where nothing reads one.
         runs_command: whether the worker runs the command given to `paceline launch`.
@@ -59,6 +60,7 @@ class WorkerEnvironment(JsonRecord):
     error_file: str
     survival_mark: str = ""
     runs_command: bool = False
+    idle_timeout: float = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)

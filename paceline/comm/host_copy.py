@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.peer_waits import NO_PEERS, WaitLimit
 from paceline.errors import CommTimeout, Message
 
 _POLL_S = 0.0002  # an event has no wait with a limit
@@ -37,19 +38,21 @@ class HostCopy:
         else:
             self._copy = tensor.detach().clone()
 
-    def values(self, limit: float, operation: str) -> list[Any]:
+    def values(self, limit: float, operation: str, wait: WaitLimit | None = None) -> list[Any]:
         """Return the values, nested as the tensor's `tolist` returns them.
 
         Args:
             limit: seconds to wait for the device.
             operation: what the values are, for the error.
+            wait: the limit, where the device may wait for peers that extend it.
 
         Raises:
             CommTimeout: the device hasn't computed them in time.
         """
-        deadline = time.monotonic() + limit
+        wait = wait or WaitLimit(limit, NO_PEERS, operation)
         while self._event is not None and not self._event.query():
-            if time.monotonic() > deadline:
+            if wait.look():
+                wait.end()
                 raise CommTimeout(
                     Message(
                         "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
@@ -59,5 +62,6 @@ class HostCopy:
                     )
                 )
             time.sleep(_POLL_S)
+        wait.end()
         values: list[Any] = self._copy.tolist()
         return values

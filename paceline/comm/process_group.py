@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.comm.gloo_loops import (
     shut_down,
     stop_listening,
 )
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
@@ -109,6 +110,7 @@ class ProcessGroupCommunicator:
         address: str,
         first_timeout: float,
         timeout: float,
+        waits: PeerWaits = NO_PEERS,
     ) -> None:
         """Connect to all ranks; collective.
 
@@ -120,6 +122,7 @@ class ProcessGroupCommunicator:
             address: the IP address of this machine that the peers reach.
             first_timeout: the limit of a wait in seconds until `end_startup` is called.
             timeout: the limit afterwards.
+            waits: what the peers do; they may extend the limit.
 
         Raises:
             CommError: a rank did not connect in time.
@@ -127,6 +130,8 @@ class ProcessGroupCommunicator:
         self.rank, self.world_size = rank, world_size
         self._limit = timedelta(seconds=first_timeout)
         self._timeout = timedelta(seconds=timeout)
+        self._waits = waits
+        self._extends = first_timeout == timeout
         self._loops: list[int] = []  # descriptors of Gloo's event loops
         self._works: deque[dist.Work] = deque()  # collectives that may not have ended
         self._ending = threading.Lock()  # guards the end of the group against `interrupt`
@@ -169,6 +174,7 @@ class ProcessGroupCommunicator:
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
         self._limit = self._timeout
+        self._extends = True
 
     def close(self) -> None:
         """Close, and wait for the group's threads.
@@ -199,7 +205,7 @@ class ProcessGroupCommunicator:
         self.close()
         UNFINISHED.add(group, works, loops)
 
-    def _is_connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Return whether all connections are open that there were at the start."""
         return len(self._connections()) >= self._connected
 
@@ -212,7 +218,8 @@ class ProcessGroupCommunicator:
         if self._group is None:
             cause = "this process closed the connections"
             raise PeerLost(rank=self.rank, operation="starting a collective", cause=cause)
-        options.timeout = self._limit
+        # The transport's own limit comes after the wait's, however long peers extend that.
+        options.timeout = self._limit + timedelta(seconds=self._waits.longest)
         while self._works and self._works[0].is_completed():
             self._works.popleft()
         try:
@@ -222,7 +229,11 @@ class ProcessGroupCommunicator:
         self._works.append(work)
         if not self._loops:
             return _StreamTicket(work, self.rank, self._limit)
-        return _WorkTicket(work, self.rank, self._limit, self._is_connected)
+        return _WorkTicket(self, work, self._limit)
+
+    def limit(self, operation: str, limit: timedelta) -> WaitLimit:
+        """Begin a wait of this rank, with its limit."""
+        return WaitLimit(limit.total_seconds(), self._waits, operation, extends=self._extends)
 
 
 class _WorkTicket:
@@ -233,33 +244,38 @@ class _WorkTicket:
     """
 
     def __init__(
-        self, work: dist.Work, rank: int, limit: timedelta, is_connected: Callable[[], bool]
+        self, communicator: ProcessGroupCommunicator, work: dist.Work, limit: timedelta
     ) -> None:
-        self._work, self._rank, self._limit = work, rank, limit
-        self._is_connected = is_connected
+        self._communicator = communicator
+        self._rank = communicator.rank
+        self._work = work
+        self._limit = limit
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self, operation: str) -> None:
-        now = time.monotonic()
-        end, lost_at = now + self._limit.total_seconds(), math.inf
-        while True:
-            try:
-                self._work.wait(timedelta(seconds=max(min(_LOOK_S, end - now), _POLL_S)))
-            except RuntimeError as error:
+        limit = self._communicator.limit(operation, self._limit)
+        lost_at = math.inf
+        try:
+            while True:
+                try:
+                    self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
+                except RuntimeError as error:
+                    if self._work.is_completed():
+                        return self._end(operation)
+                    if limit.look():
+                        raise _translate(error, self._rank, operation, self._limit) from error
+                else:
+                    return
                 now = time.monotonic()
-                if self._work.is_completed():
-                    return self._end(operation)
-                if now >= end:
-                    raise _translate(error, self._rank, operation, self._limit) from error
-            else:
-                return
-            if not self._is_connected():
-                lost_at = min(lost_at, now)
-            if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
-                cause = "a peer closed the connection"
-                raise PeerLost(rank=self._rank, operation=operation, cause=cause)
+                if not self._communicator.is_connected():
+                    lost_at = min(lost_at, now)
+                if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
+                    cause = "a peer closed the connection"
+                    raise PeerLost(rank=self._rank, operation=operation, cause=cause)
+        finally:
+            limit.end()
 
     def _end(self, operation: str) -> None:
         """End the wait for what is completed, perhaps right after a look at it timed out."""

@@ -28,6 +28,7 @@ _OWN = frozenset(
             "decode_workers",
             "first_iter_timeout",
             "timeout",
+            "idle_timeout",
         ),
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),

@@ -73,6 +73,10 @@ class WorldConfig:
     timeout: float = 60.0
     """Seconds to wait for another worker in any step after the first."""
 
+    idle_timeout: float = 1800.0
+    """Seconds for which a worker may work outside a step, such as in an evaluation of its own,
+    while others wait for it; then the run ends. Until then such a worker doesn't count as lost."""
+
     peer_timeout: float = 10.0
     """Seconds without a sign of life after which another worker counts as lost."""
 
@@ -89,6 +93,7 @@ class WorldConfig:
         at_least(self, 0, "num_workers", "num_gpus")
         within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
+        positive("idle_timeout", self.idle_timeout)
         silence("peer_timeout", self.peer_timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts

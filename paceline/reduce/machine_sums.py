@@ -190,13 +190,17 @@ class MachineSums:
 
     def _wait_for(self, bucket: _BucketState, version: int) -> None:
         """Wait until a bucket's version is summed, as long as the thread makes progress."""
-        with self._changed:
-            while bucket.summed < version and self._error is None:
-                progress = partial(self._has_progress, self._progress)
-                limit = self._timeout.seconds + _GRACE_S
-                if not self._changed.wait_for(progress, limit):
+        while bucket.summed < version and self._error is None:
+            progress = partial(self._has_progress, self._progress)
+            limit = self._timeout.limit(bucket.operation, grace=_GRACE_S)
+            while not progress():
+                if limit.look():
                     peer, cause = "the sum of its machine", "its device hangs"
                     raise self._timed_out(peer, bucket, cause)
+                with self._changed:
+                    self._changed.wait_for(progress, limit.slice())
+            limit.end()
+        with self._changed:
             if bucket.summed >= version:
                 return
         assert self._error is not None

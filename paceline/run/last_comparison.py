@@ -28,7 +28,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.errors import ReplicasDiffer
-from paceline.replica.state.checksums import Checksums
+from paceline.replica.state.checksums import Checksums, name_ranks
 from paceline.run.replica_check import replicas_differ
 
 _STORE_TIMEOUT_S = 2.0  # of the store's calls together
@@ -43,11 +43,13 @@ class LastState(JsonRecord):
         steps: the number of completed steps.
         code: of the parameters' checksums.
         used: whether the script may have used parameters since the last step.
+        evaluated: how many loaders of evaluations the rank has iterated to the end.
     """
 
     steps: int
     code: int
     used: bool
+    evaluated: int = 0
 
 
 def post_and_compare(
@@ -94,6 +96,8 @@ def post_and_compare(
             f"{_STORE_TIMEOUT_S:g} s."
         )
     posted = [LastState.from_text(text) for text in texts or ()]
+    if note := evaluated_apart([one.evaluated for one in posted]):
+        report(note)
     if len({one.code for one in posted}) < 2 or any(one.steps != own.steps for one in posted):
         return None
     error = replicas_differ(own.steps, _checksums(store, prefix, posted))
@@ -101,6 +105,25 @@ def post_and_compare(
         return error
     report(f"warning: {error} {_USED}")
     return None
+
+
+def evaluated_apart(counts: Sequence[int]) -> str:
+    """Return a sentence on ranks that have iterated loaders of evaluations alone; "" if none has.
+
+    Args:
+        counts: how many each rank has iterated to the end, in rank order.
+    """
+    most, least = max(counts, default=0), min(counts, default=0)
+    if most == least:
+        return ""
+    alone = [rank for rank, count in enumerate(counts) if count == most]
+    others = [rank for rank, count in enumerate(counts) if count < most]
+    return (
+        f"warning: {name_ranks(alone)} evaluated without {name_ranks(others)}: a paceline.loader() "
+        "with train=False yields each rank's own part of the samples, so that scores of some ranks "
+        "aren't of all samples. Iterate on all ranks and add up by world.total() or world.meter(), "
+        "or evaluate with a DataLoader of torch on one rank."
+    )
 
 
 def _checksums(store: Store, prefix: str, posted: Sequence[LastState]) -> list[Checksums]:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
 from paceline.errors import CommTimeout
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
@@ -84,6 +85,7 @@ class StepSummaries:
         communicator: connects the ranks; with several ranks on GPUs, for summaries alone.
         device: the device that computes the sums.
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
+        waits: what the peers do, for which a device may wait.
 
     Attributes:
         communicator: connects the ranks.
@@ -97,10 +99,12 @@ class StepSummaries:
         communicator: Communicator,
         device: torch.device = _CPU,
         limits: tuple[float, float] = (60.0, 60.0),
+        waits: PeerWaits = NO_PEERS,
     ) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
         self._limit, self._later_limit = limits
+        self._waits = waits
         self._pending: deque[_Pending] = deque()
         self._reports: SimpleQueue[_Pending | None] | None = None
         if device.type != "cpu" and not self.alone:
@@ -194,7 +198,7 @@ class StepSummaries:
 
     def _start(self, pending: _Pending) -> None:
         """Start to gather the ranks' rows, once the device has computed this rank's values."""
-        own = [*pending.copy.values(self._limit, pending.operation), *pending.marks]
+        own = [*self._copied(pending), *pending.marks]
         row = torch.tensor(own, dtype=torch.float64)
         pending.rows = row.new_empty(self.communicator.world_size, len(row))
         pending.ticket = self.communicator.all_gather(row, [*pending.rows])
@@ -202,13 +206,28 @@ class StepSummaries:
     def _numbers(self, pending: _Pending) -> list[float]:
         """Return the sums over the ranks of a step's values and marks."""
         if self.alone:
-            return [*pending.copy.values(self._limit, pending.operation), *pending.marks]
+            return [*self._copied(pending), *pending.marks]
         if pending.future is None:
             return pending.received()
+        # for the device, then for the peers
+        limit = WaitLimit(2 * self._limit, self._waits, pending.operation)
         try:
-            return pending.future.result(2 * self._limit)  # for the device, then for the peers
-        except FutureTimeout as error:
-            raise CommTimeout(f"{pending.operation} weren't sent in time: a GPU hangs.") from error
+            while True:
+                try:
+                    return pending.future.result(limit.slice())
+                except FutureTimeout as error:
+                    if pending.future.done():
+                        continue
+                    if limit.look():
+                        text = f"{pending.operation} weren't sent in time: a GPU hangs."
+                        raise CommTimeout(text) from error
+        finally:
+            limit.end()
+
+    def _copied(self, pending: _Pending) -> list[float]:
+        """Return this rank's values, once the device has computed them."""
+        limit = WaitLimit(self._limit, self._waits, pending.operation)
+        return pending.copy.values(self._limit, pending.operation, limit)
 
     def _send_reports(self) -> None:
         """Send the reports of a GPU's steps, in their order; the summaries' thread."""

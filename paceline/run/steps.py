@@ -142,6 +142,31 @@ class Steps:
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
+    @property
+    def holds_present(self) -> bool:
+        """Whether this rank holds a snapshot of the present position."""
+        held = self._snapshots.held
+        return bool(held) and held[-1].step == self.position.number
+
+    @property
+    def compares(self) -> bool:
+        """Whether the replicas are compared where the state is saved; the same on all ranks."""
+        return self._checkpoints.compares
+
+    def sum_values(self, count: int) -> None:
+        """Sum so many values in each step, from the first one on."""
+        self._value_count = count
+        if len(self.position.sums) != count:
+            self.position.sums = [0.0] * count
+
+    def receive_sums(self) -> None:
+        """Wait until the position has the sums of all steps.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._receive_summaries(before=self.position.number)
+
     def run_generations(self, train: Callable[[], None]) -> None:
         """Call `train`, which continues from the position; once more in each later generation.
 
@@ -190,7 +215,7 @@ class Steps:
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
         self._begin_step(number)
-        with span("step", step=number):
+        with self.run.context.waits.step(number), span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
             self._seed_streams(_IN_STEP, number)
@@ -255,7 +280,7 @@ class Steps:
             )
 
     @contextmanager
-    def continue_step(self, batch: BatchSlice) -> Iterator[None]:
+    def continue_step(self, batch: BatchSlice) -> Iterator[Tensor | None]:
         """Train further models on the batch of the last step, as a part of that step.
 
         There is no boundary, event or summary: the state in between is no position to resume from.
@@ -266,8 +291,12 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        with self._replica.step(batch.number, batch.weight, batch.global_count):
-            yield
+        waits, number = self.run.context.waits, batch.number
+        with (
+            waits.step(number),
+            self._replica.step(number, batch.weight, batch.global_count),
+        ):
+            yield None
         self._continued ^= self._replica.stepped << STEPPED_BITS
 
     def seed(self, number: int) -> None:

@@ -9,6 +9,7 @@ from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
 from paceline.wiring.membership import MemberLink, join_membership
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
+from paceline.wiring.peer_line import watch_peers
 from paceline.wiring.recorders import (
     build_leader_recorder,
     build_recorder,
@@ -51,5 +52,6 @@ __all__ = [
     "open_sources",
     "replicate",
     "report_recovery",
+    "watch_peers",
     "write_class_names",
 ]

@@ -7,7 +7,7 @@ a lost peer      next_generation: the vote's outcome, as a successor for the ste
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,8 @@ from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.errors import CheckpointError, CommError, many
+from paceline.comm.peer_waits import PeerWaits
+from paceline.errors import CheckpointError, CommError, Message, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.generation_context import GenerationContext
@@ -51,7 +52,12 @@ _BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
 
 
 def join_membership(
-    group: Group, store: Store, *, options: EvidenceOptions, limit: float
+    group: Group,
+    store: Store,
+    *,
+    options: EvidenceOptions,
+    limit: float,
+    report: Callable[[Message], object] = print_message,
 ) -> tuple[Group, MemberLink | None]:
     """Connect a process's control line with those of all members; collective.
 
@@ -60,6 +66,7 @@ def join_membership(
         store: the store of the start.
         options: limits of silence.
         limit: seconds to wait for the other members.
+        report: prints a line.
 
     Returns:
         the group, whose generation names the witness if there is one; and the link to the
@@ -81,6 +88,7 @@ def join_membership(
         acceptor=MachineAcceptor(_open_record(group, store, limit), member.machine),
         witness=Witness(store, nonce, key=key) if nonce else None,
         options=options,
+        report=report,
     )
     try:
         _connect(membership, generation, member, store, limit)
@@ -200,6 +208,20 @@ class MemberLink:
             self.backup.interrupt()
 
         self._membership.attach(context.group.generation, interrupt)
+
+    @property
+    def waits(self) -> PeerWaits:
+        """What the members do in steps and between them."""
+        return self._membership.activities
+
+    def meet(self, group: Group) -> None:
+        """Wait until all members of a later generation have come to enter it; collective.
+
+        Raises:
+            CommError: a member didn't come, or the generation has ended before.
+            IdleTimeout: a member works outside a step for too long.
+        """
+        self._membership.meet(group)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation."""

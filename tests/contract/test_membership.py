@@ -75,6 +75,11 @@ class Members:
             one.begin(self.generation)
             one.attach(self.generation, self.interrupted[rank].set)
 
+    def enter_step(self, number: int, *ranks: int) -> None:
+        """Let these members be in a step to their end; the others work outside one."""
+        for rank in ranks:
+            self._stack.enter_context(self.all[rank].activities.step(number))
+
     def kill(self, *ranks: int) -> None:
         """End members' connections, as the kernel does for processes that are killed at once."""
         closed = threading.Event()
@@ -294,6 +299,7 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
     make: Callable[..., Members],
 ) -> None:
     members = make((1, 1, 1))
+    members.enter_step(3, 0, 1, 2)
     for one in members.all:
         one.report_progress(members.generation, 3)
     began = time.monotonic()
@@ -310,10 +316,26 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
         members.all[1].require_member(members.generation)
 
 
+def test_a_member_that_works_outside_a_step_is_not_expelled_for_that(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    members.enter_step(3, 0, 2)
+    for rank, one in enumerate(members.all):
+        one.report_progress(members.generation, 3 if rank == 1 else 4)
+    assert not any(event.wait(OPTIONS.timeout) for event in members.interrupted)
+    value = agreed(members.next((0, 2), error=CommTimeout("a timeout.")))
+    assert {member.id for member in value.members} == ids(members, 0, 1, 2)
+    members.kill(1)  # gone, wherever it stood
+    value = agreed(members.next((0, 2), present=value))
+    assert {member.id for member in value.members} == ids(members, 0, 2)
+
+
 def test_one_that_is_behind_is_expelled_once_it_makes_no_progress_any_more(
     make: Callable[..., Members],
 ) -> None:
     members, step = make((1, 1, 1)), 1
+    members.enter_step(1, 0, 1, 2)
 
     def report(behind: int) -> None:
         for rank, one in enumerate(members.all):

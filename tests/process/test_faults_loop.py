@@ -81,19 +81,19 @@ def test_a_loop_continues_whenever_in_its_steps_a_process_is_killed(
 
 
 @pytest.mark.parametrize("moment", ["0:1:0:evaluation:1", "0:1:0:total:0"])
-def test_a_loss_in_a_scripts_own_evaluation_ends_it_and_the_same_command_resumes_it(
+def test_a_loss_in_a_scripts_own_evaluation_is_survived_and_its_sums_are_said_to_lack_a_part(
     tmp_path: Path, alone: Callable[[str], Mapping[str, Tensor]], moment: str
 ) -> None:
     ended = launch(tmp_path, 3, "totals", moment)
-    assert ended.status == 1
-    assert "was killed by SIGKILL" in ended.text
-    assert "in world.total(), which all ranks must call" in ended.text
+    assert ended.status == 0, ended.text
+    assert ended.text.count(" as generation ") == 1
+    lacks = "world.total() after this loss: it lacks what the lost rank had added up by itself"
+    assert ended.text.count(lacks) == 1
     assert "Traceback" not in ended.text
-    assert not trained(tmp_path)
-    again = launch(tmp_path, 3, "totals")
-    assert again.status == 0, again.text
     requires_exact(tmp_path / "runs" / "totals")
-    for each in trained(tmp_path):
+    weights = trained(tmp_path)
+    assert len(weights) == 2
+    for each in weights:
         assert distance(each, alone("allreduce")) < EXACT
 
 

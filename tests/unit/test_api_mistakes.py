@@ -95,7 +95,13 @@ def test_ranks_compare_their_versions_and_their_arguments_of_join(
     compared: dict[str, dict[str, str]] = {}
 
     def compare(
-        store: object, members: object, subject: str, facts: dict[str, str], *, timeout: float
+        store: object,
+        members: object,
+        subject: str,
+        facts: dict[str, str],
+        *,
+        timeout: float,
+        waits: object,
     ) -> None:
         compared[subject] = facts
 

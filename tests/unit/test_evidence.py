@@ -75,6 +75,25 @@ LATE = NOW - 61.3
             "step 9, and rank 0 on machine 0 (host0), rank 2 on machine 2 (host2) timed out "
             "waiting in it",
         ),
+        # Outside a step, or in one since less than the timeout.
+        ({"progress_at": LATE, "outside_at": NOW - 0.5, "step": 8}, None, ""),
+        ({"progress_at": LATE, "outside_at": NOW - 59, "timed_out": ("a", "c")}, None, ""),
+        (
+            {"progress_at": NOW - 400, "outside_at": LATE, "step": 8},
+            "slow",
+            "rank 1 on machine 1 (host1) has made no progress for 61.3 s (--timeout 60): it is in "
+            "step 8, and rank 0 on machine 0 (host0) is in step 9",
+        ),
+        (  # gone, or frozen, wherever it stood
+            {"exited": EXIT, "outside_at": NOW},
+            "exited",
+            f"rank 1 on machine 1 (host1) {EXIT}",
+        ),
+        (
+            {"last_beat": SILENT, "outside_at": SILENT},
+            "frozen",
+            "rank 1 on machine 1 (host1) has sent no heartbeat for 10.2 s (--peer_timeout 10)",
+        ),
     ],
 )
 def test_the_reason_says_what_was_seen(
@@ -155,6 +174,7 @@ def worlds(draw: st.DrawFn) -> dict[str, MemberEvidence]:
             last_beat=NOW - draw(st.floats(0, 9) | ages),
             step=draw(st.integers(7, 9)),
             progress_at=NOW - draw(ages),
+            outside_at=NOW - draw(st.just(1e9) | ages),
             exited=draw(st.sampled_from([None, None, None, EXIT])),
             closed_at=draw(st.none() | st.none() | ages.map(lambda age: NOW - age)),
             received_by=draw(some_ids),
@@ -200,7 +220,8 @@ def test_slow_is_only_one_that_is_behind_without_progress_and_waits_for_no_other
     slow = {member for member, suspicion in found.items() if suspicion.kind == "slow"}
     remaining = {member: each for member, each in world.items() if member not in set(found) - slow}
     for member in slow:
-        assert NOW - world[member].progress_at > OPTIONS.timeout
+        latest = max(world[member].progress_at, world[member].outside_at)
+        assert NOW - latest > OPTIONS.timeout
         assert world[member].step == min(each.step for each in remaining.values())
         assert not any(member in each.timed_out for each in remaining.values())
     assert set(remaining) - slow or not slow  # at least one member is waited for by another
@@ -222,6 +243,7 @@ def test_only_differences_of_the_clock_matter(
             each,
             last_beat=float(int(each.last_beat)),
             progress_at=float(int(each.progress_at)),
+            outside_at=float(int(each.outside_at)),
             closed_at=None if each.closed_at is None else float(int(each.closed_at)),
         )
         for member, each in world.items()
@@ -231,6 +253,7 @@ def test_only_differences_of_the_clock_matter(
             each,
             last_beat=each.last_beat + offset,
             progress_at=each.progress_at + offset,
+            outside_at=each.outside_at + offset,
             closed_at=None if each.closed_at is None else each.closed_at + offset,
         )
         for member, each in whole.items()

@@ -61,6 +61,7 @@ ALLOWED = {
     "cluster/membership/generation.py Group.ranks": "the value itself",
     "cluster/membership/generation.py Member.local_rank": "the value itself",
     "cluster/membership/generation_waits.py Change.lost": "what is reported of a change",
+    "cluster/membership/control_line/activities.py Activities._generation": _VOTED,
     "cluster/membership/membership.py Membership._generation": _VOTED,
     "cluster/membership/membership.py Membership._member": "its id and machine, which remain",
     "cluster/membership/ballots/vote.py Vote.generation": _VOTED,

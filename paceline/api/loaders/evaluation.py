@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.api.rollback import Outcome
 from paceline.api.script_loop import ScriptLoop
-from paceline.comm.communicator import require_same_call, total
+from paceline.comm.communicator import gather_bytes, require_same_call, total
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Indices, Order
 from paceline.errors import CommError
@@ -60,14 +61,16 @@ class Evaluation:
             ConfigError: a step is active, or another rank makes another call or has other data.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
-        self._place, begins = self._loop.begin_evaluation(_CALL)
-        for place, batch in self._mapped.epoch(0) if begins else ():
-            if place.count:
-                self._note(place.step, place.count)
-                yield batch
-                self._done[place.first : place.last] = 1
-        while (missing := self._missing()).size:
-            yield from self._batches_of(self._part(missing))
+        with self._run.context.waits.call(_CALL):
+            self._place, begins = self._loop.begin_evaluation(_CALL)
+        with self._loop.meters.evaluate():
+            for place, batch in self._mapped.epoch(0) if begins else ():
+                if place.count:
+                    self._note(place.step, place.count)
+                    yield batch
+                    self._done[place.first : place.last] = 1
+            while (missing := self._ended()).size:
+                yield from self._batches_of(self._part(missing))
 
     def _batches_of(self, positions: Indices) -> Iterator[Any]:
         size = -(-self._order.batch_size // self._run.rank_and_size()[1])
@@ -83,9 +86,17 @@ class Evaluation:
         rank, world_size = self._run.rank_and_size()
         return np.array_split(missing, world_size)[rank]
 
+    def _ended(self) -> Indices:
+        """Return what is missing, within a call that all ranks make; collective."""
+        with self._run.context.waits.call(f"the end of {_CALL}"):
+            return self._missing()
+
     def _missing(self) -> Indices:
-        """Return the positions that no rank of this generation has evaluated; collective."""
-        rollback = self._loop.rollback
+        """Return the positions that no rank of this generation has evaluated; collective.
+
+        Where none is missing, the meters' sums are those of all ranks.
+        """
+        rollback, meters = self._loop.rollback, self._loop.meters
         while rollback.reach(self._place):
             try:
                 communicator, done = self._run.context.communicator, torch.from_numpy(self._done)
@@ -93,7 +104,16 @@ class Evaluation:
                 remedy = "pass loaders of the same data set"
                 require_same_call(communicator, _CALL, form, _WHAT, remedy=remedy)
                 everywhere = total(communicator, done, _WHAT)
-                return np.flatnonzero(everywhere.numpy() == 0)
+                missing = np.flatnonzero(everywhere.numpy() == 0)
+                if not missing.size:
+                    meters.merge(gather_bytes(communicator, meters.pack(), _WHAT))
+                    merged = torch.frombuffer(bytearray(meters.pack()), dtype=torch.uint8)
+                    rollback.outcome = Outcome(self._place, merged)
+                return missing
             except CommError as error:
                 rollback.enter_here(error)
-        return np.empty(0, dtype=np.int64)  # another rank knows that none is missing
+        outcome = rollback.outcome  # another rank knows that none is missing
+        assert outcome is not None
+        assert outcome.place == self._place
+        meters.merge([outcome.value.numpy().tobytes()])
+        return np.empty(0, dtype=np.int64)

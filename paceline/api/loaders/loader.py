@@ -19,6 +19,7 @@ from paceline.api.argument_names import errors_name_arguments
 from paceline.api.loaders.evaluation import Evaluation
 from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
 from paceline.api.world import World
+from paceline.comm.communicator import gather_bytes
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
@@ -92,8 +93,18 @@ class Loader(CurrentBatch):
                 "train=False."
             )
         if not world._loop.rollback.possible:  # a loss ends the run
-            return self._evaluation_batches()
+            return self._metered_batches()
         return Evaluation(world._loop, world._run, self._mapped, self._order, self._note).batches()
+
+    def _metered_batches(self) -> Iterator[Any]:
+        """Yield the batches of an evaluation, and merge the meters' sums at the end."""
+        context, meters = self._world._run.context, self._world._loop.meters
+        with meters.evaluate():
+            yield from self._evaluation_batches()
+        if meters.count:
+            with context.waits.call("the end of world.evaluation()"):
+                what = "the end of world.evaluation(), which all ranks must reach"
+                meters.merge(gather_bytes(context.communicator, meters.pack(), what))
 
     def _note(self, step: int, count: int) -> None:
         self._step, self._count = step, count
@@ -104,6 +115,7 @@ class Loader(CurrentBatch):
             self._step, self._count = batch_slice.step, batch_slice.count
             if batch_slice.count:
                 yield batch
+        self._world._loop.evaluated += 1
 
 
 @overload
@@ -180,7 +192,8 @@ def loader(
             or the checkpoint have other values.
         CommError: a peer is silent.
     """
-    with errors_name_arguments():
+    waits = world._run.context.waits
+    with errors_name_arguments(), waits.call("paceline.loader()"):
         world._end.require_open("paceline.loader()")
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")

@@ -5,7 +5,8 @@
                                                                   its exit may come
     frozen    no heartbeat for longer than the peer timeout       connected, or taken for it
     cut off   the same, but other members receive its heartbeats
-    slow      heartbeats, but no progress for the timeout         only the member that is behind
+    slow      heartbeats, but no progress for the timeout         only the member that is behind,
+                                                                  and only inside a step
 
 `judge` is a function of values. Its clock is the judging process's monotonic clock; the clocks of
 different machines are never compared. A process that was paused received nothing meanwhile, so it
@@ -33,11 +34,13 @@ class EvidenceOptions:
 
     Attributes:
         peer_timeout: seconds without a heartbeat.
-        timeout: seconds without progress.
+        timeout: seconds without progress in a step.
+        idle_timeout: seconds for which a member may work outside a step while another waits.
     """
 
     peer_timeout: float
     timeout: float
+    idle_timeout: float = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ class MemberEvidence:
         step: the step in which it is, by its last report of progress; 0 until it has completed a
             step of the generation, which may take long.
         progress_at: when that report came.
+        outside_at: when its heartbeats last said that it works outside a step.
         exited: how it exited, such as "exited with signal 9 (SIGKILL)"; None without a report.
         closed_at: when its last connection ended; None while it is connected.
         received_by: the ids of the members whose latest reports say that its heartbeats come.
@@ -86,6 +90,7 @@ class MemberEvidence:
     last_beat: float
     step: int
     progress_at: float
+    outside_at: float = float("-inf")
     exited: str | None = None
     closed_at: float | None = None
     received_by: tuple[str, ...] = ()
@@ -181,8 +186,9 @@ def _slow(
 ) -> dict[str, Suspicion]:
     """Return those without progress that the others wait for, and that wait for no other.
 
-    Members that announced a timeout are themselves waiting. A member's first step has a limit of
-    its own: only such a timeout makes it slow.
+    Members that announced a timeout are themselves waiting. A member that works outside a step is
+    waited for; the time within the next step counts from its begin. A member's first step has a
+    limit of its own: only such a timeout makes it slow.
     """
     waiting = {other for each in evidence.values() for other in each.timed_out}
     first = min(evidence, key=lambda member: evidence[member].step, default=None)
@@ -191,7 +197,7 @@ def _slow(
         return {}
     suspected = {}
     for member, each in evidence.items():
-        age = now - max(each.progress_at, observer.resumed_at)
+        age = now - max(each.progress_at, each.outside_at, observer.resumed_at)
         behind = 0 < each.step == evidence[first].step < evidence[last].step
         awaited = [evidence[other].name for other in each.timed_out if other in evidence]
         if age <= options.timeout or member in waiting or member == observer.id:

@@ -107,6 +107,11 @@ class GenerationWaits:
         if store is not None and store[0] == generation.id:
             store[1].close()
 
+    def has_ended(self, generation: Generation) -> bool:
+        """Return whether a generation can't continue, or no decision is possible any more."""
+        with self._changed:
+            return generation.id in self._interrupted or self._failure is not None
+
     def decide(self, ended: Generation, change: Change) -> None:
         """End the wait for the generation after `ended`."""
         with self._changed:

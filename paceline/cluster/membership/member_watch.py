@@ -183,11 +183,12 @@ class MemberWatch:
         self._timed_out_at = time.monotonic()
         return True
 
-    def judge(self, silences: Mapping[str, float]) -> bool:
+    def judge(self, silences: Mapping[str, float], working: Set[str] = frozenset()) -> bool:
         """Judge the evidence; return whether a further member is suspected.
 
         Args:
             silences: for each connected peer, the seconds since its last heartbeat.
+            working: the peers whose last heartbeat says that they work outside a step.
         """
         now = time.monotonic()
         if now - self._observer.judged_at > self._options.peer_timeout:
@@ -195,6 +196,8 @@ class MemberWatch:
         for member in self._evidence.keys() & silences.keys():
             beat = now - silences[member]
             self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
+        for member in self._evidence.keys() & working:
+            self._note(member, outside_at=now)
         self._note(self._member, last_beat=now)
         if self._timed_out_at is not None and now >= self._timed_out_at + TIMED_OUT_S:
             for member in self._evidence:  # those that were interrupted in a wait have left, too

@@ -22,7 +22,9 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
+from paceline.cluster.membership.control_line.activities import Activities
 from paceline.cluster.membership.control_line.frame_kinds import (
+    DOING,
     END,
     EXITED,
     LEAVING,
@@ -57,7 +59,8 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.errors import CommError, CommTimeout, PeerLost, many
+from paceline.comm.peer_waits import WaitLimit
+from paceline.errors import CommError, CommTimeout, Message, PeerLost, many
 
 _JUDGE_S = 0.5  # between two judgments of the evidence, unless the peer timeout is short
 _JUDGE_SHARE = 0.1  # of the peer timeout
@@ -66,6 +69,7 @@ _PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
+_MEET_S = 0.005  # between two looks whether all have come to a generation
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -79,6 +83,10 @@ class Membership:
         acceptor: this machine as an acceptor.
         witness: the witness, if `generation` names one.
         options: limits of silence.
+        report: prints a line.
+
+    Attributes:
+        activities: what the members do.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Membership:
         acceptor: MachineAcceptor,
         witness: Witness | None = None,
         options: EvidenceOptions,
+        report: Callable[[Message], object] = lambda line: None,
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
@@ -114,6 +123,14 @@ class Membership:
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
         self._acceptors.connect(self.line)
+        self.activities = Activities(
+            self.line,
+            generation,
+            member.id,
+            idle_timeout=options.idle_timeout,
+            peer_timeout=options.peer_timeout,
+            report=report,
+        )
 
     @property
     def id(self) -> str:
@@ -144,6 +161,34 @@ class Membership:
     def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
         """Let the loss of a member interrupt a generation's waits, at once where it is known."""
         self._waits.attach(generation, interrupt)
+
+    def meet(self, group: Group) -> None:
+        """Wait until all members of a later generation have come to enter it.
+
+        Raises:
+            PeerLost: the generation has ended before.
+            CommTimeout: a member that doesn't work outside a step didn't come in time.
+            IdleTimeout: a member works outside a step for too long.
+        """
+        generation = group.generation
+        self.activities.enter(generation)
+        limit = WaitLimit(self._options.timeout, self.activities, "the next generation")
+        try:
+            while absent := self.activities.absent():
+                if self._waits.has_ended(generation):
+                    raise PeerLost(f"Generation {generation.number} has ended before all came.")
+                if limit.look():
+                    names = ", ".join(str(generation.name_of(member)) for member in absent)
+                    raise CommTimeout(
+                        Message(
+                            "{} didn't come to the next generation within {:g} s ({--timeout}).",
+                            names,
+                            self._options.timeout,
+                        )
+                    )
+                time.sleep(_MEET_S)
+        finally:
+            limit.end()
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation; it serves until the generation ends."""
@@ -270,6 +315,8 @@ class Membership:
             elif kind == SUSPECTED and body["generation"] == self._generation.id:
                 self._watch.reported(peer, body["members"], body["reasons"])
                 self._judge_once()
+            elif kind == DOING:
+                self.activities.received(peer, body)
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
                 self._lease.release(peer)
@@ -320,7 +367,8 @@ class Membership:
     def _judge_once(self) -> None:
         if not self._began or self._closing:
             return
-        if self._watch.judge({peer: self.line.silence(peer) for peer in self.line.connected()}):
+        silences = {peer: self.line.silence(peer) for peer in self.line.connected()}
+        if self._watch.judge(silences, self.activities.working()):
             self._report_suspicions()
             self._begin_vote(anew=True)
 

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.stores.waiting import await_keys
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.version import VERSION
@@ -37,7 +38,13 @@ _REMEDIES = {
 
 
 def compare(
-    store: Store, group: Group, subject: str, facts: Mapping[str, str], *, timeout: float
+    store: Store,
+    group: Group,
+    subject: str,
+    facts: Mapping[str, str],
+    *,
+    timeout: float,
+    waits: PeerWaits = NO_PEERS,
 ) -> None:
     """Require the same facts of all ranks; collective, once a subject.
 
@@ -47,9 +54,10 @@ def compare(
         subject: what the facts are about.
         facts: names and short texts; a name that a rank doesn't have counts as "missing".
         timeout: seconds to wait for the others.
+        waits: what the others do.
 
     Raises:
-        ConfigError: two ranks differ; names the fact and both values.
+        ConfigError: two ranks differ; names the fact and both values; or a rank makes another call.
         CommTimeout: a rank didn't post its facts in time; names it.
         PeerLost: another process gave a reason for the run's end.
     """
@@ -68,7 +76,7 @@ def compare(
         advice = "check its output" + (calls if subject.startswith("loader ") else "")
         return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
-    await_keys(store, keys, timeout, make_timeout_message)
+    await_keys(store, keys, timeout, make_timeout_message, waits)
     digests = store.multi_get(keys)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

@@ -24,6 +24,7 @@ class RunPlan:
         interfaces: names of the network interfaces to use; if empty, all are used.
         first_iter_timeout: seconds to wait for the other machines at the start.
         timeout: seconds to wait for the other machines after the start.
+        idle_timeout: seconds for which a worker may work outside a step while others wait.
         runs_command: whether the workers run the command given to `paceline launch`.
         requires_join: whether it is a failure that the command ends in several workers without
             having joined; otherwise, that is a line.
@@ -39,6 +40,7 @@ class RunPlan:
     interfaces: tuple[str, ...] = ()
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
+    idle_timeout: float = 1800.0
     runs_command: bool = False
     requires_join: bool = False
     begun: bool = False
@@ -61,4 +63,5 @@ class RunPlan:
             interfaces=tuple(name for name in names if name),
             first_iter_timeout=world.first_iter_timeout,
             timeout=world.timeout,
+            idle_timeout=world.idle_timeout,
         )

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
 from paceline.errors import CommTimeout, PeerLost
 
 _T = TypeVar("_T")
@@ -22,6 +23,7 @@ def await_keys(
     keys: Sequence[str],
     timeout: float,
     make_timeout_message: Callable[[list[str]], str],
+    waits: PeerWaits = NO_PEERS,
 ) -> None:
     """Wait until all keys are there.
 
@@ -30,22 +32,27 @@ def await_keys(
         keys: what to wait for.
         timeout: seconds to wait.
         make_timeout_message: makes the error's text from the keys that are missing.
+        waits: what the other processes do; it names what they do instead.
 
     Raises:
         CommTimeout: some didn't come in time.
         PeerLost: another process gave a reason for the run's end.
+        ConfigError, IdleTimeout: as `PeerWait.look`.
     """
-    deadline = time.monotonic() + timeout
+    limit = WaitLimit(timeout, waits, "a call that all ranks make")
     pause = 0.002
     missing = list(keys)
-    while missing := [key for key in missing if not store.check([key])]:
-        text = peek(store, FAILURE)
-        if text is not None:
-            raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
-        if time.monotonic() > deadline:
-            raise CommTimeout(make_timeout_message(missing))
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.1)
+    try:
+        while missing := [key for key in missing if not store.check([key])]:
+            text = peek(store, FAILURE)
+            if text is not None:
+                raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
+            if limit.look():
+                raise CommTimeout(make_timeout_message(missing))
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+    finally:
+        limit.end()
 
 
 def call_with_timeout(timeout: float, call: Callable[[], _T]) -> _T | None:

@@ -82,6 +82,7 @@ class FormedRun:
             store=self.registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
+            idle_timeout=plan.idle_timeout,
             error_file=error_file,
             survival_mark=survival_mark,
             runs_command=plan.runs_command,

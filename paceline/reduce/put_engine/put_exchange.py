@@ -219,7 +219,7 @@ class PutExchange:
         for peer in senders:
             self._wait_for(bucket, version, peer, bucket.returns)
         if ranks.local_shard is not None and not self._reducer.wait(
-            bucket.index, version, self._timeout.seconds
+            bucket.index, version, self._timeout.limit(bucket.operation)
         ):
             self._raise_reducer_error(bucket.operation)
             raise self._timed_out(bucket, version, None)
@@ -237,20 +237,24 @@ class PutExchange:
             PeerLost: a peer ended, this one or another; CommTimeout: none came in time.
         """
         row = kind * len(self._buckets) + bucket.index
-        deadline, operation = time.monotonic() + self._timeout.seconds, bucket.operation
-        while True:
-            limit = min(_WAIT_SLICE_S, deadline - time.monotonic())
-            try:
-                self._window.wait(peer, row, version, limit=limit, operation=operation)
-                return
-            except CommTimeout:
-                self._raise_reducer_error(operation)
-                if kind in (SUM, PARAMETERS):
-                    self._reducer.check_returned(bucket, peer, version)
-                if time.monotonic() >= deadline:
-                    raise self._timed_out(bucket, version, peer) from None
-            except PeerLost as error:  # perhaps only because it lost another before
-                self._raise_first_loss(error, operation)
+        operation = bucket.operation
+        limit = self._timeout.limit(operation)
+        try:
+            while True:
+                within = limit.slice(_WAIT_SLICE_S)
+                try:
+                    self._window.wait(peer, row, version, limit=within, operation=operation)
+                    return
+                except CommTimeout:
+                    self._raise_reducer_error(operation)
+                    if kind in (SUM, PARAMETERS):
+                        self._reducer.check_returned(bucket, peer, version)
+                    if limit.look():
+                        raise self._timed_out(bucket, version, peer) from None
+                except PeerLost as error:  # perhaps only because it lost another before
+                    self._raise_first_loss(error, operation)
+        finally:
+            limit.end()
 
     def _raise_first_loss(self, error: PeerLost, operation: str) -> NoReturn:
         """Raise what the reducer's thread noticed, or else the loss that came before all others."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
+from paceline.comm.peer_waits import WaitLimit
 from paceline.comm.window import Window
 from paceline.errors import ConfigError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
@@ -115,15 +116,17 @@ class ShardReducer:
                 "used, and call optimizer.step() on all ranks or on none."
             )
 
-    def wait(self, index: int, version: int, limit: float) -> bool:
+    def wait(self, index: int, version: int, limit: WaitLimit) -> bool:
         """Wait until a version is done, or never will be; return whether it is."""
 
         def ended() -> bool:
             return bool(self.done[index] >= version) or self.error is not None or self.closed
 
         if self.done[index] < version:
-            with self._changed:
-                self._changed.wait_for(ended, limit)
+            while not ended() and not limit.look():
+                with self._changed:
+                    self._changed.wait_for(ended, limit.slice())
+            limit.end()
         return bool(self.done[index] >= version)
 
     def close(self) -> None:

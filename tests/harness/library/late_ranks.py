@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paceline.api import script_loop
 from paceline.api.loaders import evaluation
 from paceline.api.world import World
 from paceline.comm.communicator import gather_texts
@@ -23,8 +24,14 @@ def fail_after(world: World, place: str) -> None:
         world: this rank's.
         place: in the table above; `epoch_end` is called within the epoch, the others after it.
     """
-    owner: Any = evaluation if place == "evaluation" else world._loop.steps
-    name = "total" if place == "evaluation" else "take_snapshot"
+    owner: Any = world._loop.steps
+    name = "take_snapshot"
+    if place == "evaluation":
+        owner = evaluation
+        name = "gather_bytes"
+    elif place == "next_epoch":
+        owner = script_loop
+        name = "gather_counts"
     complete: Callable[..., Any] = getattr(owner, name)
 
     def failing(*arguments: Any) -> Any:

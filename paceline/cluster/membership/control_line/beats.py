@@ -22,7 +22,7 @@ _NS = 1e9
 class Beats:
     """Beats on connections: sent and received by one thread, which needs no interpreter's lock.
 
-    All methods but `last` and `silence` are called on one thread.
+    All methods but `last`, `silence`, `say` and `said` are called on one thread.
 
     Args:
         interval: seconds between two beats.
@@ -62,7 +62,7 @@ class Beats:
         row = self._free.pop()
         self._sockets[row] = connection
         now = time.monotonic_ns()
-        self._rows[row] = connection.fileno(), loop.FREE, 0, now, now
+        self._rows[row] = connection.fileno(), loop.FREE, 0, now, now, 0
         loop.write_word(self._control[1], 2 * row + loop.ADD)
         return row
 
@@ -93,6 +93,14 @@ class Beats:
         """Return for how many seconds the thread, while it ran, has received no beat."""
         since = self._state[loop.PASSED] - self._rows[row, loop.SILENT_SINCE]
         return max(0.0, float(since / _NS))
+
+    def say(self, doing: int) -> None:
+        """Let each beat carry a number, 0 to 255, from now on."""
+        self._state[loop.DOING] = doing
+
+    def said(self, row: int) -> int:
+        """Return the number that the last beat received carries; 0 before the first one."""
+        return int(self._rows[row, loop.SAID])
 
     def close(self) -> None:
         """End the thread and close all connections."""

@@ -1,0 +1,246 @@
+"""`Meter`: sums over an epoch's steps, or an evaluation's samples, as if no rank had been lost.
+
+    values of a step          travel with the step's summary, are summed over the ranks, and are a
+                              part of the run's position, which goes back to a snapshot with it
+    values of an evaluation   stay on their rank until the evaluation's end, where the ranks
+                              exchange them once they have evaluated all samples
+
+So a lost rank's values are known to the others, or its samples are trained or evaluated again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CommError, ConfigError
+from paceline.run.steps import Steps
+
+if TYPE_CHECKING:
+    from paceline.api.script_loop import ScriptLoop
+
+Sums = dict[int, dict[str, float]]
+"""Sums by the number of their meter, and by name."""
+
+
+class Meters:
+    """The meters of a world, and what they have added up.
+
+    Args:
+        device: the device of the steps' sums.
+
+    Attributes:
+        count: the number of meters.
+        names: the names of each meter's sums, of those that steps may sum.
+        evaluation: the sums of the last evaluation: this rank's, until they are merged.
+        evaluating: whether an evaluation is in progress.
+        merged: whether `evaluation` is of all ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.names: list[tuple[str, ...]] = []
+        self._fixed = False  # a step has begun: the sums of the steps are these
+        self.count = 0
+        self._own: list[float] = []  # this rank's values of the step, that the host knows
+        self._on_device: Tensor | None = None  # and those that the device computes
+        self.evaluation: Sums = {}
+        self.evaluating = False
+        self.merged = True
+
+    def add(self, names: Sequence[str]) -> int:
+        """Number a meter; after the first step it is for evaluations only."""
+        if not self._fixed:
+            self.names.append(tuple(names))
+        self.count += 1
+        return self.count - 1
+
+    @property
+    def of_steps(self) -> list[str]:
+        """The names of all sums of a step."""
+        return [name for names in self.names for name in names]
+
+    def slot(self, meter: int, name: str) -> int | None:
+        """Return the index of a sum among those of a step; None for a meter of evaluations."""
+        if meter >= len(self.names):
+            return None
+        before = sum(len(names) for names in self.names[:meter])
+        return before + self.names[meter].index(name)
+
+    def begin(self, steps: Steps) -> None:
+        """Let each step sum these meters, from the first one on."""
+        if not self._fixed:
+            self._fixed = True
+            steps.sum_values(len(self.of_steps))
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what was added for a step that isn't made."""
+        self._own = [0.0] * len(self.of_steps)
+        self._on_device = None
+
+    def add_to_step(self, slot: int, value: float | Tensor) -> None:
+        """Add a value of the step that is active, or comes next."""
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            self._own[slot] += float(value)
+            return
+        if self._on_device is None:
+            size = len(self._own)
+            self._on_device = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._on_device[slot] += value.detach().to(self._on_device)
+
+    def take(self, sums: Tensor) -> None:
+        """Move what was added to the sums of the step that ends: (values,) float64."""
+        if any(self._own):
+            sums += torch.tensor(self._own, dtype=torch.float64).to(sums.device)
+        if self._on_device is not None:
+            sums += self._on_device
+        self.clear()
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Add values up for an evaluation that begins, as long as the block lasts."""
+        self.evaluation = {}
+        self.merged = False
+        self.evaluating = True
+        try:
+            yield
+        finally:
+            self.evaluating = False
+
+    def pack(self) -> bytes:
+        """Return this rank's sums of the evaluation for `unpack`."""
+        data = io.BytesIO()
+        torch.save(self.evaluation, data)
+        return data.getvalue()
+
+    def merge(self, parts: Sequence[bytes]) -> None:
+        """Replace the evaluation's sums by those over all ranks.
+
+        Args:
+            parts: each rank's `pack`, in rank order.
+        """
+        total: Sums = {}
+        for part in parts:
+            for meter, values in torch.load(io.BytesIO(part), weights_only=True).items():
+                of_meter = total.setdefault(meter, {})
+                for name, value in values.items():
+                    of_meter[name] = of_meter.get(name, 0.0) + value
+        self.evaluation = total
+        self.merged = True
+
+
+class Meter:
+    """Sums over the steps of an epoch, or over an evaluation; `World.meter` makes it.
+
+    Args:
+        meters: the world's meters.
+        loop: the script's loop.
+        names: the names of the sums.
+    """
+
+    def __init__(self, meters: Meters, loop: ScriptLoop, names: Sequence[str]) -> None:
+        self._meters, self._loop, self._names = meters, loop, names
+        self._number = meters.add(names)
+        self._of_evaluation: bool | None = None  # what it adds up; None: nothing yet
+
+    def add(self, **values: float | Tensor) -> None:
+        """Add this rank's values to the sums.
+
+        Call it inside a step's block, or before it for a batch whose gradients the step
+        accumulates; or inside a loop over `world.evaluation()`. Where a peer is lost in the step,
+        the values don't count: the loader yields the batch again.
+
+        Args:
+            values: numbers, or tensors of one element, by the names of the sums; those of a GPU
+                stay there until the step's end.
+
+        Raises:
+            ConfigError: there is no such sum, a value is no number, or neither a step nor an
+                evaluation is active.
+        """
+        for name, value in values.items():
+            if name not in self._names:
+                raise ConfigError(
+                    f"meter.add() got {name}=, but the meter has the sums "
+                    f"{', '.join(self._names)}: name it in world.meter()."
+                )
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"meter.add() got {name}= of shape {tuple(value.shape)}: pass a number, or a "
+                    "tensor of one element."
+                )
+        loop = self._loop
+        evaluating = self._meters.evaluating and not loop.in_step
+        if not evaluating and loop.rollback.error is not None:
+            return  # this step is made again
+        if not evaluating and loop.in_step and not loop.collects:
+            raise ConfigError(
+                "meter.add() was called in a further step on the same batch: call it in the first "
+                "step of each batch."
+            )
+        if not evaluating and not loop.collects:
+            raise ConfigError(
+                "meter.add() was called outside a step: call it inside `with world.step():`, so "
+                "that the values are undone with the step where a rank is lost; or in a loop over "
+                "world.evaluation(loader)."
+            )
+        if self._of_evaluation not in (None, evaluating):
+            raise ConfigError(
+                "meter.add() was called both in a step and in an evaluation: make a meter for each."
+            )
+        self._of_evaluation = evaluating
+        for name, value in values.items():
+            if evaluating:
+                own = self._meters.evaluation.setdefault(self._number, {})
+                own[name] = own.get(name, 0.0) + float(value)
+            else:
+                self._meters.add_to_step(self._slot(name), value)
+
+    def sums(self) -> Mapping[str, float]:
+        """Return the sums over all ranks. All ranks call it, after the loop that adds.
+
+        Of steps, they are those of the epoch, and begin anew with the loader's next iteration. Of
+        an evaluation, they begin anew with the next one.
+
+        Raises:
+            ConfigError: a step is active, or the loop over the evaluation was left early.
+            CommError: a peer is lost, and the run can't continue.
+        """
+        loop = self._loop
+        if loop.in_step:
+            raise ConfigError("meter.sums() was called inside a step: call it after the loop.")
+        if self._number >= len(self._meters.names) or self._of_evaluation or self._evaluated:
+            if not self._meters.merged:
+                raise ConfigError(
+                    "meter.sums() was called before the end of the loop over world.evaluation(): "
+                    "iterate to its end on all ranks."
+                )
+            own = self._meters.evaluation.get(self._number, {})
+            return {name: own.get(name, 0.0) for name in self._names}
+        steps = loop.require_steps("meter.sums()")
+        try:
+            steps.receive_sums()
+        except CommError as error:
+            loop.lose_between_steps(error)
+        sums = steps.position.sums
+        return {name: sums[self._slot(name)] if sums else 0.0 for name in self._names}
+
+    @property
+    def _evaluated(self) -> bool:
+        """Whether another rank has added values to this meter in the last evaluation."""
+        return self._of_evaluation is None and self._number in self._meters.evaluation
+
+    def _slot(self, name: str) -> int:
+        slot = self._meters.slot(self._number, name)
+        if slot is None:
+            raise ConfigError(
+                "meter.add() was called in a step, but the meter was made after the first one: "
+                "call world.meter() before the first step, on all ranks."
+            )
+        return slot

@@ -1,0 +1,134 @@
+"""Control line among ranks whose launcher ends all of them where one is lost: no vote, no witness.
+
+By it each rank learns whether the others work outside a step, and so are to be waited for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.control_line.activities import Activities
+from paceline.cluster.membership.control_line.frame_kinds import DOING, control_secret
+from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.generation import Group
+from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.errors import Message
+
+
+class PeerLine:
+    """Control line of one rank, by which it knows what the others do.
+
+    Args:
+        group: all ranks.
+        options: limits of silence.
+        report: prints a line.
+
+    Attributes:
+        line: the control line.
+        waits: what the ranks do.
+    """
+
+    def __init__(
+        self, group: Group, options: EvidenceOptions, report: Callable[[Message], object]
+    ) -> None:
+        self.line = ControlLine(
+            name=group.member.id,
+            secret=control_secret(group.generation),
+            address=group.member.address,
+            handler=self,
+            tcp_timeout=max(60.0, 2 * options.peer_timeout),
+        )
+        self._activities = Activities(
+            self.line,
+            group.generation,
+            group.member.id,
+            idle_timeout=options.idle_timeout,
+            peer_timeout=options.peer_timeout,
+            report=report,
+        )
+        self.waits: PeerWaits = self._activities
+
+    def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
+        """Handle a frame."""
+        if kind == DOING:
+            self._activities.received(peer, body)
+
+    def opened(self, peer: str) -> None:
+        """Handle a connected peer."""
+
+    def closed(self, peer: str, reason: str) -> None:
+        """Handle the end of a peer's connections: its end is reported by its data's."""
+
+    def close(self) -> None:
+        """Report that this rank has left the world, and close the line."""
+        self.waits.close()
+        self.line.close()
+
+
+class NoLine:
+    """What stands for a line in a world of one rank."""
+
+    waits = NO_PEERS
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def watch_peers(
+    group: Group,
+    store: Store,
+    *,
+    options: EvidenceOptions,
+    limit: float,
+    report: Callable[[Message], object] = print_message,
+) -> PeerLine | NoLine:
+    """Connect all ranks by control lines; collective.
+
+    Args:
+        group: all ranks, as this one sees them.
+        store: the store of the start.
+        options: limits of silence.
+        limit: seconds to wait for the other ranks' addresses.
+        report: prints a line.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    if group.size == 1:
+        return NoLine()
+    peers = PeerLine(group, options, report)
+    try:
+        generation, deadline = group.generation, monotonic() + limit
+        prefix = f"{generation.key_prefix}/control"
+        store.set(
+            f"{prefix}/{group.member.id}", json.dumps([group.member.address, peers.line.port])
+        )
+        keys = {f"{prefix}/{one.id}": rank for rank, one in enumerate(generation.members)}
+
+        def missing_text(missing: list[str]) -> str:
+            names = ", ".join(generation.describe(keys[key]) for key in missing)
+            return f"{names} didn't open a control line within {limit:g} s."
+
+        await_keys(store, list(keys), limit, missing_text)
+        for key, one in zip(keys, generation.members, strict=True):
+            address, port = json.loads(store.get(key))
+            peers.line.expect(one.id, address, port)
+        peers.line.wait_connected(
+            [one.id for one in generation.members],
+            max(0.0, min(_CONNECT_S, deadline - monotonic())),
+        )
+    except BaseException:
+        peers.close()
+        raise
+    return peers
+
+
+_CONNECT_S = 5.0  # a line that can't be reached is no error: its rank's waits aren't extended
