@@ -597,12 +597,14 @@ class World:
             tracked_entry="tracked",
             scope=first.scope,
             entries=first.entries,
+            local_buffers=first.buffers == "local",
             others=[
                 StateObjects(
                     model=pair.model,
                     optimizer=pair.optimizer,
                     scope=pair.scope,
                     entries=pair.entries,
+                    local_buffers=pair.buffers == "local",
                 )
                 for pair in others
             ],
