@@ -151,7 +151,7 @@ def parallelize(
         )
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
         synchronised = batch_norms(whole, every=sync_bn)
-        if synchronised and average is not None:
+        if average is not None and (sync_bn or synchronised):
             given = "sync_bn was given" if sync_bn else f"{synchronised[0]} is a SyncBatchNorm"
             raise ConfigError(
                 f'{given} with sync="average", where workers compute apart: '

@@ -27,6 +27,7 @@ from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.decode_trial import DecodeTrial
+from paceline.run.generation_context import GenerationContext
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
@@ -39,7 +40,7 @@ from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.update.batch_norm import BatchShare
+from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.decoding import Decoding
@@ -92,10 +93,12 @@ def build_trainer(
         make_model,
         replace(config, model=replace(config.model, load_model_path=weights_file)),
         device,
-        run.layers if config.model.sync_bn else None,
+        run.layers,
     )
     model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
+    if run.context.layers is None and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        run.connect(GenerationContext.connect_layers)
     position = start.position
     decoding = Decoding(config, run, device, position.decode_device)
     resources = ExitStack()
