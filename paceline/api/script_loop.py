@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments
@@ -32,6 +33,7 @@ from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.run import Run
+from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
 
 
@@ -59,6 +61,7 @@ class ScriptLoop:
     Attributes:
         steps: the steps of the models; None: there is no model yet.
         replica: the model's replica, or those of several, likewise.
+        models: the models.
         loaders: the number of loaders that were made.
         begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
@@ -76,6 +79,14 @@ class ScriptLoop:
         self.replica: AnyReplica | None = None
         self.rollback = Rollback(position, end, run)
         self.loaders, self.begun = 0, False
+        self.models: Sequence[nn.Module] = ()
+        self._small = SmallSlices(
+            run,
+            (
+                "pass drop_last=True or another batch_size to paceline.loader()",
+                "sync_bn=True to paceline.parallelize()",
+            ),
+        )
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
@@ -141,10 +152,13 @@ class ScriptLoop:
                     self._begin()
                     self.begun = True
                 self._in_step = self._failed = True
+                order = self._position.order
+                own = batch_slice.computed
                 with steps.continue_step(batch_slice) if repeats else steps.step(batch_slice):
                     entered = True
-                    yield step
-                    self._require_no_loss()
+                    with self._small.in_step(self.models, order, own.stop - own.start):
+                        yield step
+                        self._require_no_loss()
             except CommError as error:
                 self.rollback.lose(error)
                 self._failed = False
@@ -186,6 +200,11 @@ class ScriptLoop:
         if not self._position.iterating:
             self._position.begin_iteration()
         return self.rollback.continue_steps()
+
+    @property
+    def least(self) -> int:
+        """The smallest number of samples of a rank's slice that isn't empty."""
+        return self._small.least
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.

@@ -33,6 +33,7 @@ from paceline.run.position import Position
 from paceline.run.precision import Precision
 from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.run import Run
+from paceline.run.small_slices import SmallSlices
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
@@ -120,7 +121,9 @@ def build_trainer(
         decoding=decoding.pool,
         trial=trial,
     )
-    train = batches(loader=decoding.loader(sources.train, train=True), trains=True)
+    remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")
+    small = SmallSlices(run, remedies)
+    train = batches(loader=decoding.loader(sources.train, train=True), trains=True, small=small)
     test = None
     if sources.test is not None:
         test = batches(loader=decoding.loader(sources.test, train=False), trains=False)
@@ -232,6 +235,7 @@ def build_trainer(
         resources=resources,
         train=train,
         test=test,
+        small=small,
         save=lambda: save_weights(weights, model) if run.leads else None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
