@@ -82,6 +82,7 @@ class ScriptLoop:
         self.models: Sequence[nn.Module] = ()
         self._small = SmallSlices(
             run,
+            position.position,
             (
                 "pass drop_last=True or another batch_size to paceline.loader()",
                 "sync_bn=True to paceline.parallelize()",

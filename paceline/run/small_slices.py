@@ -6,7 +6,7 @@
 BatchNorm after a linear layer has one value a channel of each sample, and no variance of one value.
 Whether a model has such a layer is seen in the first step. From then on no rank gets one sample: it
 gets none, and computes two of the others' with weight 0, which count nothing. All ranks agree on
-that, new ones too, because it decides who trains which samples.
+that, because it decides which rank trains which samples; the run's position has it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.comm.communicator import gather_counts
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.replica.compiled_modules import visible_modules
-from paceline.run.generation_context import GenerationContext
+from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.update.batch_norm import SyncBatchNorm
 
@@ -31,23 +31,22 @@ class SmallSlices:
     """Rule for the smallest slice of a batch that a rank may get, if it gets any.
 
     Args:
-        run: the run, whose ranks agree on it, in each generation; making one is collective.
+        run: the run, whose ranks agree on it in the first step of each generation.
+        position: the run's position.
         remedies: what a user can do, for errors: about a last batch of one sample; and where other
             ranks have further ones.
-
-    Attributes:
-        least: the smallest number of samples of a rank's slice that isn't empty: 1 or 2.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
 
-    def __init__(self, run: Run, remedies: tuple[str, str]) -> None:
+    def __init__(self, run: Run, position: Position, remedies: tuple[str, str]) -> None:
         self._run = run
+        self._position = position
         self._remedies = remedies
-        self.least = 1
         self._watched: int | None = None  # the last generation whose first step is watched
-        run.connect(self._agree)
+
+    @property
+    def least(self) -> int:
+        """The smallest number of samples of a rank's slice that isn't empty: 1 or 2."""
+        return self._position.least
 
     @contextmanager
     def in_step(
@@ -99,12 +98,10 @@ class SmallSlices:
                 f"{self._remedies[0]}."
             )
         alone = [layer for layer in found.values() if not isinstance(layer, SyncBatchNorm)]
-        self.least = max(self.least, 1 + bool(alone))
-        self._agree(self._run.context)
-
-    def _agree(self, context: GenerationContext) -> None:
         what = "the agreement on the smallest slice of a batch"
-        self.least = max(gather_counts(context.communicator, self.least, what))
+        found_by_ranks = gather_counts(self._run.context.communicator, len(alone), what)
+        if any(found_by_ranks):
+            self._position.least = 2
 
 
 def _layers_of(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:

@@ -122,7 +122,7 @@ def build_trainer(
         trial=trial,
     )
     remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")
-    small = SmallSlices(run, remedies)
+    small = SmallSlices(run, position, remedies)
     train = batches(loader=decoding.loader(sources.train, train=True), trains=True, small=small)
     test = None
     if sources.test is not None:
