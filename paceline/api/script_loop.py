@@ -21,12 +21,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import errors_name_arguments
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.rollback import Place, Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import CommError, ConfigError, PacelineError
+from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
@@ -296,6 +296,8 @@ class ScriptLoop:
                 with suppress(CommError):  # a peer has gone before its own update
                     self.replica.settle()
             return
+        if isinstance(self.replica, AveragedReplica) and self.replica.never_merged and self.begun:
+            self._note_without_merge()
         completed = self.begun and self._position.at_end and not self._position.unfinished
         with errors_name_arguments():
             try:
@@ -305,6 +307,16 @@ class ScriptLoop:
                 if not completed:
                     raise
                 self._finish_without_lost(self.steps, error)
+
+    def _note_without_merge(self) -> None:
+        rank, _ = self._run.rank_and_size()
+        if rank == 0:
+            steps = many(self._position.position.number, "step")
+            print_message_for_scripts(
+                f"the world closes after {steps}, before the workers' first merge, so the model's "
+                "state dict has the weights from before them: pass a smaller every=, or call "
+                "world.merge() after the last step."
+            )
 
     def _save_last(self, steps: Steps) -> None:
         if self._position.at_end and not self._position.unfinished:

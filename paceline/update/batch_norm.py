@@ -67,6 +67,11 @@ class RunningStatistics:
         if self._buffers:
             self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
 
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The model's buffers, in their order in `flat`."""
+        return self._buffers
+
     def pack(self) -> None:
         """Copy the statistics of this rank."""
         if self.flat is not None:

@@ -166,6 +166,13 @@ def build_trainer(
     else:
         steps_of_run = optim.num_epochs * train.steps
         replica = average_weights(model, optimizer, run, config.sync, average, steps_of_run)
+        longest = max(h for first, h in average.phases if first < steps_of_run)
+        if longest > train.steps:
+            recorder.event(
+                "note",
+                text=f"--average_every {longest} is more than the {train.steps} steps of an epoch: "
+                "an epoch's evaluation and weights file are of the last merge, in an earlier one.",
+            )
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
         recorder.event("note", text=note)
