@@ -20,6 +20,7 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.precision import Precision
+from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps
 
 
@@ -38,6 +39,7 @@ class Trainer:
     resources: ExitStack
     train: Batches
     test: Batches | None
+    small: SmallSlices
     save: Callable[[bool], None]
     epochs: int
     num_labels: int
@@ -89,7 +91,11 @@ class Trainer:
     def _train_step(self, batch: Batch) -> None:
         rate = self.schedule.get_last_lr()[0]
         waited = round(1000 * batch.waited, 2)
-        with self.steps.step(batch.place, learning_rate=rate, wait_input_ms=waited) as sums:
+        order = self.train.loader.order
+        with (
+            self.steps.step(batch.place, learning_rate=rate, wait_input_ms=waited) as sums,
+            self.small.in_step([self.model], order, len(batch.images)),
+        ):
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
             add_scores(

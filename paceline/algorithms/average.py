@@ -21,7 +21,7 @@ averaged, they are in their parameters' fragments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -36,7 +36,7 @@ from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.errors import CommError, ServerLost
 from paceline.recorder import Recorder
 from paceline.reduce.exchange import Exchange
-from paceline.reduce.rank_state import RankState
+from paceline.reduce.rank_state import MISSED, RankState
 
 
 class Schedule(Protocol):
@@ -66,6 +66,11 @@ class _Fragment:
     taken_after: int | None = None
     versions: dict[int, int] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
+
+
+def weights_name(index: int) -> str:
+    """Return the name under which a bucket's weights are exchanged."""
+    return f"the weights of bucket {index}"
 
 
 class WeightAverage:
@@ -110,6 +115,7 @@ class WeightAverage:
         self._end_startup: Callable[[], None] | None = end_startup
         self._step = 0  # the next one
         self._shows_anchor = False
+        self._fresh = True  # no step was made, and nothing was restored
         self.waited, self.last_round = 0.0, (0, 0)
         self.ends: ServerLost | None = None
         self.close = exchange.close
@@ -125,6 +131,9 @@ class WeightAverage:
             CommError: a peer was lost, or silent.
         """
         self.hide_anchor()
+        if self._fresh:
+            self._fresh = False
+            self._rebase_unequal()
         self._step = step
         due = self._schedule.applied_before(step)
         applied = [n for n in due if self._fragments[n].taken_after is not None]
@@ -170,6 +179,51 @@ class WeightAverage:
         for number in trained:
             self._apply(number)
         return merges
+
+    def rebase(self, written: Collection[Tensor]) -> None:
+        """Let training begin anew with values that a script has loaded: they become the anchor.
+
+        Merges under way are awaited, and change nothing of them. All ranks load the same values
+        between the same two steps.
+
+        Args:
+            written: parameters and running statistics.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        for fragment in self._fragments:
+            self._receive(fragment)
+        for index, bucket in self._of_model.items():
+            ranges = bucket.values.ranges(written)
+            if ranges:
+                bucket.rebase(ranges)
+                self._forget(index, ranges)
+
+    def _rebase_unequal(self) -> None:
+        """Make what a script has written before the first step the anchor."""
+        for bucket in self._of_model.values():
+            own = torch.empty_like(bucket.anchor)
+            bucket.values.read(own)
+            parameters = bucket.values.names != (STATISTICS,)  # statistics differ between ranks
+            if parameters and not torch.equal(own, bucket.anchor):
+                bucket.rebase([(0, len(own))])
+
+    def _forget(self, index: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Drop the sums under way of some values of a bucket, and what rounding missed of them."""
+        for fragment in self._fragments:
+            if index in fragment.sums:
+                for start, stop in ranges:
+                    fragment.sums[index][start:stop] = 0
+        if self.residuals is None:
+            return
+        state = self.residuals.local(in_step=False)
+        entry = state.get(MISSED, {}).get(weights_name(index))
+        if entry is not None:
+            first, last, values = entry
+            for start, stop in ranges:
+                values[max(start, first) - first : max(min(stop, last), first) - first] = 0
+            self.residuals.restore_local(state)
 
     def show_anchor(self) -> None:
         """Let the model have the weights of the last merge, until the next step; local."""
@@ -330,6 +384,7 @@ class WeightAverage:
                 if name in shared["outer"]:
                     self._copy_named(shared["outer"][name], index, flat)
             bucket.values.write(bucket.anchor)
+        self._fresh = False
         self._step = shared.get("step", 0)
         self.last_round = self._step, self._step
         if own is None:

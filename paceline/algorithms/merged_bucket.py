@@ -8,7 +8,8 @@ change   taken - anchor, which travels
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -43,6 +44,9 @@ class Values(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Return numbers that change when the values are written."""
 
+    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
+        """Return where some of the model's tensors lie in the flat form, as (start, stop)."""
+
 
 class ParameterValues:
     """Values of the parameters of one bucket."""
@@ -69,6 +73,10 @@ class ParameterValues:
     def versions(self) -> tuple[int, ...]:
         """Return autograd's version counters."""
         return tuple(p._version for p in self._parameters)
+
+    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
+        """Return where some parameters lie in the flat form, as (start, stop)."""
+        return _ranges(self._parameters, tensors)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = zip(self._parameters, flat.split(self.lengths), strict=True)
@@ -97,6 +105,16 @@ class StatisticsValues:
     def versions(self) -> tuple[int, ...]:
         """Return nothing: each forward writes them, in evaluation too if a script wants it."""
         return ()
+
+    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
+        """Return where some statistics lie in the flat form, as (start, stop)."""
+        return _ranges(self._statistics.buffers, tensors)
+
+
+def _ranges(present: Sequence[Tensor], tensors: Collection[Tensor]) -> list[tuple[int, int]]:
+    ends = [*accumulate((tensor.numel() for tensor in present), initial=0)]
+    each = zip(present, pairwise(ends), strict=True)
+    return [ends_of for tensor, ends_of in each if tensor in tensors]
 
 
 class MergedBucket:
@@ -129,6 +147,25 @@ class MergedBucket:
         """Take the present values, and their change."""
         self.values.read(self.taken)
         torch.sub(self.taken, self.anchor, out=self.change)
+
+    @torch.no_grad()
+    def rebase(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Make present values the anchor, and forget what the rule knows of them.
+
+        Args:
+            ranges: where they lie, (start, stop); a merge under way gets no change of them.
+        """
+        own = torch.empty_like(self.anchor)
+        self.values.read(own)
+        for start, stop in ranges:
+            self.anchor[start:stop] = own[start:stop]
+            self.taken[start:stop] = own[start:stop]
+        new = require_state(self._rule, self._rule.begin(self.anchor), self.anchor)
+        outer = {name: value.clone() for name, value in self.outer.items()}
+        for name, value in outer.items():
+            for start, stop in ranges:
+                value[start:stop] = new[name][start:stop] if name in new else 0
+        self.outer = outer
 
     def without_samples(self) -> Tensor:
         """Return what stands for the mean change where no worker had samples: zeros."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import Schedule, WeightAverage
+from paceline.algorithms.average import Schedule, WeightAverage, weights_name
 from paceline.algorithms.merged_bucket import MergedBucket, make_buckets
 from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
@@ -60,7 +60,7 @@ def open_average(
     specs += [bucket_spec([each.change], plain) for each in merged[len(buckets) :]]
     specs = [replace(spec, suppresses_zeros=True) for spec in specs]  # of unchanged values
     templates = [[bucket.change] for bucket in merged]
-    names = [(f"the weights of bucket {index}",) for index in range(len(merged))]
+    names = [(weights_name(index),) for index in range(len(merged))]
     options.recorder.event("buckets", parameters=[bucket.values.names for bucket in merged])
     opened = open_exchange(templates, names, specs, options, count=len(merged))
     return WeightAverage(

@@ -27,7 +27,12 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.generation_context import GenerationContext
-from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
+from paceline.update.batch_norm import (
+    BatchShare,
+    batch_norms,
+    convert_sync_batchnorm,
+    synchronised_note,
+)
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
 from paceline.wiring.connections import connect_exchange, connect_replica
@@ -42,6 +47,8 @@ from paceline.wiring.module_checks import require_supported_modules
 from paceline.wiring.pairs import Pair, make_pairs, refuse_shared
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
+_BUFFERS = ("broadcast", "local")
+
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | Sequence[Optimizer])
 
 
@@ -58,6 +65,7 @@ def parallelize(
     bucket_mb: float = 0.0,
     shares: str = "equal",
     sync_bn: bool = False,
+    buffers: str = "broadcast",
 ) -> tuple[Model, AnyOptimizer]:
     """Train a model on all ranks of a world; return the same two objects. Collective.
 
@@ -91,7 +99,12 @@ def parallelize(
         shares: how the ranks divide the loader's global batches: "equal"; or "measured", in
             proportion to each rank's measured speed, on CPUs and the same for all models. The
             result is that of equal shares, up to the order of summation.
-        sync_bn: compute BatchNorm's statistics over the global batch.
+        sync_bn: compute BatchNorm's statistics over the global batch. Torch's `SyncBatchNorm`
+            layers do that in any case.
+        buffers: what becomes of buffers in the state dict that a model computes from its samples,
+            such as an observer's ranges: "broadcast", all ranks get rank 0's after each step; or
+            "local", each rank has its own, and rank 0's are saved. Running statistics of BatchNorm
+            are averaged. With "average" buffers are each worker's own.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged, differ between the ranks, or don't
@@ -107,6 +120,8 @@ def parallelize(
             raise ConfigError(f"sync is {sync!r}; it must be a text, or a paceline.Average(…).")
         if not isinstance(wire, str):
             raise ConfigError(f"wire is {wire!r}; it must be a text.")
+        if buffers not in _BUFFERS:
+            raise ConfigError(f"buffers is {buffers!r}; it must be one of {', '.join(_BUFFERS)}.")
         average = sync if isinstance(sync, Average) else parse_average(sync)
         arguments: dict[str, Any] = {
             "sync": sync if average is None else "average",
@@ -123,7 +138,7 @@ def parallelize(
         optimizers: Sequence[Optimizer] = [_checked_optimizer(one) for one in given]
         _check(models, optimizers, world)
         share = BatchShare()
-        pairs = make_pairs(models, optimizers, world._pairs, config, share, average)
+        pairs = make_pairs(models, optimizers, world._pairs, config, share, average, buffers)
         whole = pairs[0].model
         number = f" {len(world._pairs) + 1}" if world._pairs else ""
         session.require_equal(
@@ -131,18 +146,26 @@ def parallelize(
         )
         facts = {} if average is None else average.facts()
         kinds = ", ".join(type(one).__name__ for one in optimizers)
-        session.require_equal(f"optimizer{number}", {"the optimizer": kinds, **arguments, **facts})
+        session.require_equal(
+            f"optimizer{number}",
+            {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
+        )
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
-        if sync_bn and average is not None:
+        synchronised = batch_norms(whole, every=sync_bn)
+        if average is not None and (sync_bn or synchronised):
+            given = "sync_bn was given" if sync_bn else f"{synchronised[0]} is a SyncBatchNorm"
             raise ConfigError(
-                'sync_bn was given with sync="average", where workers compute apart: leave it out; '
-                "running statistics are averaged with the weights."
+                f'{given} with sync="average", where workers compute apart: '
+                f"{'leave it out' if sync_bn else 'make it a BatchNorm'}; running statistics are "
+                "averaged with the weights."
             )
-        if sync_bn:
+        if synchronised:
             if run.context.layers is None:
                 run.connect(GenerationContext.connect_layers)
-            converted = convert_sync_batchnorm(whole, run.layers, share)
+            converted = convert_sync_batchnorm(whole, run.layers, share, every=sync_bn)
             assert converted is whole
+            if not sync_bn and world.rank == 0:
+                print_message_for_scripts(synchronised_note(synchronised))
         for pair in pairs:
             _restore(pair, world)
         _bind(pairs, world)
@@ -171,7 +194,13 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
             run.connect(partial(connect_replica, device=device, sync=pair.config.sync))
         for index, pair in enumerate(everything):
             config = world._start.keep_bucket_size(pair.config, index)
-            options = GroupedOptions(index=index, config=config, scope=pair.scope, share=pair.share)
+            options = GroupedOptions(
+                index=index,
+                config=config,
+                scope=pair.scope,
+                share=pair.share,
+                buffers=pair.buffers,
+            )
             grouped = replicate_grouped(pair.model, pair.optimizer, run, options)
             bound.callback(grouped.close)
             replicas.append(grouped)
@@ -196,7 +225,9 @@ def _replicate(pair: Pair, world: World) -> Replica | AveragedReplica:
         return averaged
     setting = TrialSetting(folder=session.run, report=report)
     config = world._start.keep_bucket_size(pair.config)
-    replica = replicate(pair.model, pair.optimizer, run, config, pair.share, setting)
+    replica = replicate(
+        pair.model, pair.optimizer, run, config, pair.share, setting, buffers=pair.buffers
+    )
     world._bound.callback(replica.close)  # also where an error or an interrupt follows
     return replica
 

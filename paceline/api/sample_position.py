@@ -297,12 +297,10 @@ class SamplePosition:
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""
-        _, world_size = self._run.rank_and_size()
-        if any(each.global_count < world_size for each in self.waiting):
+        if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
             raise ConfigError(
                 f"in the step that ends at position {last.last}, one of the accumulated batches "
-                f"has fewer samples than there are ranks ({world_size}): give that batch a "
-                "world.step() of its own."
+                "has fewer samples than the ranks need: give that batch a world.step() of its own."
             )
         if self.stream is not None and any(each.weight != last.weight for each in self.waiting):
             raise ConfigError(

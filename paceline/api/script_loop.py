@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
@@ -28,7 +28,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import CommError, ConfigError, PacelineError
+from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
@@ -36,6 +36,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.last_comparison import evaluated_apart
 from paceline.run.run import Run
+from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
 
 _LACKS = (
@@ -68,6 +69,7 @@ class ScriptLoop:
     Attributes:
         steps: the steps of the models; None: there is no model yet.
         replica: the model's replica, or those of several, likewise.
+        models: the models.
         loaders: the number of loaders that were made.
         begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
@@ -90,6 +92,15 @@ class ScriptLoop:
         self.evaluated = 0
         self.meters = Meters(run.context.device)
         self._said_apart = False  # that some ranks have evaluated alone
+        self.models: Sequence[nn.Module] = ()
+        self._small = SmallSlices(
+            run,
+            position.position,
+            (
+                "pass drop_last=True or another batch_size to paceline.loader()",
+                "sync_bn=True to paceline.parallelize()",
+            ),
+        )
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
@@ -166,12 +177,15 @@ class ScriptLoop:
                     self._begin()
                     self.begun = True
                 self._in_step = self._failed = True
+                order = self._position.order
+                own = batch_slice.computed
                 with (
                     steps.continue_step(batch_slice) if repeats else steps.step(batch_slice)
                 ) as sums:
                     entered = True
-                    yield step
-                    self._require_no_loss()
+                    with self._small.in_step(self.models, order, own.stop - own.start):
+                        yield step
+                        self._require_no_loss()
                     if sums is not None:
                         self.meters.take(sums)
             except CommError as error:
@@ -222,6 +236,11 @@ class ScriptLoop:
         if not self._position.iterating:
             self._position.begin_iteration()
         return self.rollback.continue_steps()
+
+    @property
+    def least(self) -> int:
+        """The smallest number of samples of a rank's slice that isn't empty."""
+        return self._small.least
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -371,6 +390,8 @@ class ScriptLoop:
                 with suppress(CommError):  # a peer has gone before its own update
                     self.replica.settle()
             return
+        if isinstance(self.replica, AveragedReplica) and self.replica.never_merged and self.begun:
+            self._note_without_merge()
         completed = self.begun and self._position.at_end and not self._position.unfinished
         with errors_name_arguments():
             try:
@@ -382,6 +403,16 @@ class ScriptLoop:
                 if not completed:
                     raise
                 self._finish_without_lost(self.steps, error)
+
+    def _note_without_merge(self) -> None:
+        rank, _ = self._run.rank_and_size()
+        if rank == 0:
+            steps = many(self._position.position.number, "step")
+            print_message_for_scripts(
+                f"the world closes after {steps}, before the workers' first merge, so the model's "
+                "state dict has the weights from before them: pass a smaller every=, or call "
+                "world.merge() after the last step."
+            )
 
     def _save_last(self, steps: Steps) -> None:
         if self._position.at_end and not self._position.unfinished:

@@ -547,6 +547,7 @@ class World:
         grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
         replica = ReplicaGroup(grouped) if grouped else replicas[0]
         self._loop.replica, self._pairs = replica, list(pairs)
+        self._loop.models = [pair.model for pair in pairs if pair.scope.first]
         self._position.several = bool(grouped)
         output, averaged = session.output, isinstance(replica, AveragedReplica)
         if session.run is not None and self._writer is None:
@@ -635,12 +636,14 @@ class World:
             tracked_entry="tracked",
             scope=first.scope,
             entries=first.entries,
+            local_buffers=first.buffers == "local",
             others=[
                 StateObjects(
                     model=pair.model,
                     optimizer=pair.optimizer,
                     scope=pair.scope,
                     entries=pair.entries,
+                    local_buffers=pair.buffers == "local",
                 )
                 for pair in others
             ],

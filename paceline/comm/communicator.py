@@ -10,6 +10,7 @@ they carry, the host knows, or must know.
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from paceline.errors import CommError, ConfigError
 
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
+_SHOWN = 80  # characters of names in an error
 
 
 class Ticket(Protocol):
@@ -163,6 +165,14 @@ def require_same_call(
                 f"{call} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
                 f"{remedy}."
             )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return names as `require_same_call` takes them: of many the first ones and a checksum."""
+    text = ", ".join(names)
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}… ({len(names)} names, checksum {zlib.crc32(text.encode()):08x})"
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from paceline.config.rules import positive, within
-from paceline.errors import ConfigError, Message
+from paceline.errors import ConfigError, Message, many
 
 Every: TypeAlias = int | str | Sequence[tuple[int, int]]
 """Steps of a round: H; or phases, ((first step, H), …); or the text of either, "1@0,50@1000"."""
@@ -222,6 +222,28 @@ def check_rounds(every: Every, fragments: int, delay: int | None) -> None:
                 longest,
             ),
             remedy=f"use at most {longest - 1}, or longer rounds",
+        )
+
+
+def require_merge(every: Every, steps: int) -> None:
+    """Require that workers merge before a run's last step.
+
+    Args:
+        every: the schedule.
+        steps: number of steps of the run.
+
+    Raises:
+        ConfigError: all of its rounds are longer than the run's steps for them.
+    """
+    phases = [phase for phase in phases_of(every) if phase[0] < max(1, steps)]
+    ends = [*(first for first, _ in phases[1:]), steps]
+    if all(h > end - first for (first, h), end in zip(phases, ends, strict=True)):
+        raise ConfigError(
+            flag="average_every",
+            value=every,
+            rule=f"must be at most the run's {many(steps, 'step')}, or its workers would merge "
+            "only after the last one",
+            remedy="use so few steps that each epoch has a merge, or train for more epochs",
         )
 
 

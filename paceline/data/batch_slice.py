@@ -18,6 +18,7 @@ class BatchSlice:
             cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.
         fraction: the slice's weight in the global batch; None: its fraction of the samples.
+        least: the number of samples of a placeholder, where the batch has as many.
         run_number: the number of the step in the run, where epochs have no fixed number of steps.
     """
 
@@ -28,6 +29,7 @@ class BatchSlice:
     cuts: tuple[int, ...]
     skipped: int = 0
     fraction: float | None = None
+    least: int = 1
     run_number: int | None = None
 
     @property
@@ -62,8 +64,9 @@ class BatchSlice:
         """The positions that this rank computes: its share, or a placeholder if that is empty."""
         if self.first < self.last:
             return slice(self.first, self.last)
-        placeholder = min(self.first, self.cuts[-1] - 1)  # in the batch, whichever rank's it is
-        return slice(placeholder, placeholder + 1)
+        count = min(self.least, self.global_count)
+        placeholder = min(self.first, self.cuts[-1] - count)  # in the batch, of whichever rank
+        return slice(placeholder, placeholder + count)
 
     @property
     def weight(self) -> float:

@@ -41,8 +41,8 @@ class Batch:
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
         labels: int64, shape (n,), on the device.
-        place: the batch slice. If its `count` is 0, `images` holds a single placeholder of weight
-            0: another slice's sample, or a blank image.
+        place: the batch slice. If its `count` is 0, `images` holds a placeholder of weight 0:
+            other slices' samples, or a blank image.
         waited: seconds for which the caller waited for its samples.
     """
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.shares import divide
+from paceline.data.shares import divide, without_small
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
@@ -86,6 +86,7 @@ class Order:
         rank: int,
         world_size: int,
         shares: Sequence[int] | None = None,
+        least: int = 1,
     ) -> BatchSlice:
         """Return a rank's share of a global batch.
 
@@ -99,6 +100,7 @@ class Order:
             rank: the rank.
             world_size: number of ranks.
             shares: (world_size,) proportions in which the batch is divided (`divide`); None: equal.
+            least: the smallest number of samples of a share that isn't empty.
 
         Raises:
             IndexError: the epoch has no such step, or the world no such rank.
@@ -114,11 +116,12 @@ class Order:
         begin = step * self.batch_size
         count = min(self.batch_size, self.samples - begin)
         if shares is None:
-            each, larger = divmod(count, world_size)
-            cuts = tuple(begin + r * each + min(r, larger) for r in range(world_size + 1))
-        else:
-            cuts = tuple(accumulate(divide(count, shares), initial=begin))
-        return BatchSlice(epoch=epoch, step=step, steps=self.steps, rank=rank, cuts=cuts)
+            shares = (1,) * world_size
+        counts = without_small(divide(count, shares), shares, least)
+        cuts = tuple(accumulate(counts, initial=begin))
+        return BatchSlice(
+            epoch=epoch, step=step, steps=self.steps, rank=rank, cuts=cuts, least=least
+        )
 
 
 def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> npt.NDArray[np.float64]:

@@ -33,6 +33,29 @@ def divide(count: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def without_small(counts: Sequence[int], shares: Sequence[int], least: int) -> tuple[int, ...]:
+    """Divide a batch anew where a rank has a few samples, but fewer than `least`: it gets none.
+
+    Args:
+        counts: (ranks,) samples of each rank.
+        shares: (ranks,) the proportions of which `divide` made them.
+        least: the smallest number that a rank may have, if it has any.
+
+    Returns:
+        (ranks,) numbers of samples with the same sum; of a batch that is smaller than `least`, one
+        rank has all.
+    """
+    left = list(shares)
+    counts = tuple(counts)
+    while sum(map(bool, counts)) > 1:
+        small = [rank for rank, count in enumerate(counts) if 0 < count < least]
+        if not small:
+            break
+        left[small[-1]] = 0
+        counts = divide(sum(counts), left)
+    return counts
+
+
 def balanced(count: int, times: Sequence[float], least: int = 0) -> tuple[int, ...]:
     """Return the shares that give all ranks equal computation times.
 

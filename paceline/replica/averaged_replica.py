@@ -91,6 +91,7 @@ class AveragedReplica:
         self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
         self._weight, self._stepping = 1.0, False
         self._updated = False  # the optimizer has stepped in this step
+        self._loading: dict[nn.Module, dict[Tensor, int]] = {}  # versions before a load
         self._undo = ExitStack()
         self._watch()
 
@@ -113,6 +114,11 @@ class AveragedReplica:
     def unmerged(self) -> bool:
         """Whether steps were made that the merged weights don't have yet; equal on all ranks."""
         return self._average.unmerged
+
+    @property
+    def never_merged(self) -> bool:
+        """Whether steps were made, and none has been merged yet; equal on all ranks."""
+        return self.unmerged and self._average.last_round == (0, 0)
 
     @property
     def waited(self) -> float:
@@ -337,8 +343,10 @@ class AveragedReplica:
             self._undo.callback(patch(one, "train", partial(self._train, one.train)))
         for module in self._model.modules():
             saved = module.register_state_dict_pre_hook(LiveHook(self._before_saving))
-            loaded = module.register_load_state_dict_pre_hook(LiveHook(self._before_loading))
+            loading = module.register_load_state_dict_pre_hook(LiveHook(self._before_loading))
+            loaded = module.register_load_state_dict_post_hook(LiveHook(self._after_loading))
             self._undo.callback(saved.remove)
+            self._undo.callback(loading.remove)
             self._undo.callback(loaded.remove)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
@@ -365,5 +373,24 @@ class AveragedReplica:
         if not self._stepping:
             self._average.show_anchor()
 
-    def _before_loading(self, *_: object) -> None:
+    def _before_loading(self, module: nn.Module, *_: object) -> None:
         self._average.hide_anchor()
+        self._loading[module] = {tensor: tensor._version for tensor in _own_tensors(module)}
+
+    def _after_loading(self, module: nn.Module, *_: object) -> None:
+        """Let training begin anew with what was loaded into a module."""
+        before = self._loading.pop(module, {})
+        present = _own_tensors(module)
+        if any(p in self._trained.names and p not in present for p in before):
+            raise ConfigError(
+                f"load_state_dict(assign=True) has replaced parameters of {type(module).__name__}, "
+                "which the optimizer doesn't have: leave out assign=True, or load before "
+                "paceline.parallelize() and before the optimizer is made."
+            )
+        self._average.rebase({t for t in present if before.get(t, t._version) != t._version})
+
+
+def _own_tensors(module: nn.Module) -> set[Tensor]:
+    """Return a module's own parameters and buffers."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return set(own)

@@ -9,7 +9,6 @@ State that is divided among the ranks (shards, residuals) is gathered where the 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.comm.communicator import (
     broadcast_all,
     broadcast_state,
     require_same_call,
+    shortened,
 )
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import restore_parts
@@ -34,8 +34,6 @@ from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import WHOLE, Fingerprint, Scope, TrainedParameters
 from paceline.update.parameter_watch import ParameterWatch
 from paceline.update.updater import is_bucketwise
-
-_SHOWN = 80  # characters of names in an error
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 MakeHooks = Callable[
@@ -165,10 +163,7 @@ class ReplicaBinder:
             CommError: a peer was lost or silent, because its model has got none, say.
         """
         self._settle()
-        text = ", ".join(names)
-        if len(text) > _SHOWN:
-            checksum = zlib.crc32(text.encode())
-            text = f"{text[:_SHOWN]}… ({len(names)} names, checksum {checksum:08x})"
+        text = shortened(names)
         require_same_call(
             self._communicator(),
             "world.step() with a changed model",

@@ -27,6 +27,7 @@ from paceline.errors import CommError, ConfigError
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
+from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.model_statistics import ModelStatistics
 from paceline.replica.replica import Replica
@@ -121,10 +122,18 @@ class GroupedReplica(Replica):
         share: BatchShare,
         recorder: Recorder,
         scope: Scope,
+        buffers: BufferBroadcast | None = None,
     ) -> None:
         self._has_buffers, self._connect = scope.first, gradients
         super().__init__(
-            model, optimizer, communicator, first_plan, share=share, recorder=recorder, scope=scope
+            model,
+            optimizer,
+            communicator,
+            first_plan,
+            share=share,
+            recorder=recorder,
+            scope=scope,
+            buffers=buffers if scope.first else None,
         )
 
     @property
@@ -157,7 +166,9 @@ class GroupedReplica(Replica):
 
     def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
         statistics = ModelStatistics(self._model, self._connect) if self._has_buffers else None
-        return GroupedHooks(statistics, *arguments)
+        hooks = GroupedHooks(statistics, *arguments)
+        hooks.buffers = self._buffers
+        return hooks
 
     @property
     def _own_binding(self) -> GroupedHooks:

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.hook_guard import HookGuard
 from paceline.replica.live_hooks import LiveHook
@@ -63,7 +64,10 @@ class ReplicaHooks:
         copier: copies the state before the current step, if a snapshot is taken in it.
         kept: the gradients that the script keeps after a step.
         added_to_kept: whether a backward has added to a gradient of an earlier step.
+        buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
     """
+
+    buffers: BufferBroadcast | None = None
 
     def __init__(
         self,
@@ -461,6 +465,8 @@ class ReplicaHooks:
                 self._hide_means()
             if not self._running:  # the forward of a batch whose gradients accumulate, say
                 self.install_statistics()
+                if self.buffers is not None:
+                    self.buffers.install()
                 if self._earlier.due:
                     self._earlier.copy()
             for bucket in waited:

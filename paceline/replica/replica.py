@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from paceline.errors import CommError, ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import ExchangePlan, ReplicaBinder
+from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
 from paceline.replica.model_list import roots_of
@@ -77,6 +78,7 @@ class Replica:
             keep the present one. Without `next_plan`, all steps use the first.
         recorder: receives the spans `update` of an optimizer's own steps.
         scope: what the replica has of its model, where several optimizers train it.
+        buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
 
     Attributes:
         stepped: whether the last step ended by `optimizer.step()`.
@@ -102,8 +104,10 @@ class Replica:
         next_plan: Callable[[], ExchangePlan | None] | None = None,
         recorder: Recorder | None = None,
         scope: Scope = WHOLE,
+        buffers: BufferBroadcast | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
+        self._buffers = buffers
         self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
         self._recorder = recorder or NullRecorder()
@@ -129,6 +133,8 @@ class Replica:
             make_hooks=self._make_hooks,
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
+        if self._buffers is not None:
+            self._buffers.begin_generation()
         self._added, self._structure = AddedTensors(model), ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -224,6 +230,8 @@ class Replica:
             ConfigError: the block broke a rule of the exchange; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._buffers is not None:
+            self._buffers.install()
         self._bind_anew_if_changed()
         self._number = number
         self._thread = threading.get_ident()
@@ -244,6 +252,8 @@ class Replica:
         self._has_graphs = False
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
+        if self._buffers is not None:
+            self._buffers.send()
 
     def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
         """Look at a backward pass before it runs, in the thread of the replica's steps.
@@ -330,6 +340,8 @@ class Replica:
         if self._hooks is not None:
             if self._watch.gap is Gap.UPDATES:
                 self._watch.end()
+            if self._buffers is not None:
+                self._buffers.install()
             self._hooks.settle()
             if not self._settled and self._number is None:
                 self._when_settled = _versions(self._hooks.gradients.parameters)
@@ -398,6 +410,9 @@ class Replica:
 
     def drain(self) -> None:
         """Return once the peers have everything that they need from this rank, or after a limit."""
+        if self._buffers is not None:
+            with suppress(CommError):  # a peer that has gone needs nothing
+                self._buffers.install()
         self._binding.synchronizer.drain()
 
     def state(self) -> Mapping[str, Any] | None:
@@ -426,6 +441,8 @@ class Replica:
         Until `enter_generation` the model is a plain one, whose state may be restored.
         """
         self._binder.leave()
+        if self._buffers is not None:
+            self._buffers.discard()
         self._hooks, self._number, self._copier = None, None, None
         self._forget_earlier_buffers()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
@@ -451,12 +468,16 @@ class Replica:
             RankStateError: the parts of all ranks together aren't the whole state.
         """
         self._hooks, whole = self._binder.enter(parts)
+        if self._buffers is not None:
+            self._buffers.begin_generation()
         self._when_settled, self._settled = _versions(self._binding.gradients.parameters), True
         return whole
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""
         self._binder.unbind()
+        if self._buffers is not None:
+            self._buffers.discard()
         while self._patches:
             self._patches.pop()()
 
@@ -465,16 +486,21 @@ class Replica:
         plan = self._next_plan() if self._next_plan else None
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             same = Fingerprint(self._optimizer) == old.trained.fingerprint
-        if self._structure.take_change() and (added := self._added.take_added()):
-            self._binder.require_same_additions(added)
-            same = False
+        if self._structure.take_change():
+            if self._buffers is not None:
+                self._buffers.find()
+            if added := self._added.take_added():
+                self._binder.require_same_additions(added)
+                same = False
         if same and plan is None:
             return
         self._hooks = self._binder.bind_anew(plan, same=same)
 
     def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
         """Make the hooks of a binding; arguments as of `ReplicaHooks`."""
-        return ReplicaHooks(*arguments)
+        hooks = ReplicaHooks(*arguments)
+        hooks.buffers = self._buffers
+        return hooks
 
     @property
     def _binding(self) -> ReplicaHooks:

@@ -15,6 +15,7 @@ from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.run import Run
+from paceline.run.small_slices import SmallSlices
 from paceline.run.worker_speeds import WorkerSpeeds
 
 _AHEAD = 2  # batches
@@ -35,6 +36,7 @@ class Batches:
             the present shares.
         decoding: the decode processes.
         trial: the trial of decoding on CPU and GPU; None: the device is given.
+        small: knows the smallest slice; None: an evaluation has no such rule.
     """
 
     loader: DatabaseLoader
@@ -44,6 +46,7 @@ class Batches:
     trains: bool
     decoding: DecodePool
     trial: DecodeTrial | None = None
+    small: SmallSlices | None = None
     _waited: float = 0.0  # seconds, in the present epoch
 
     @property
@@ -100,4 +103,5 @@ class Batches:
         rank, world_size = self.run.rank_and_size()
         number = epoch * self.steps + step
         shares = self.speeds.shares(number) if self.trains else self.speeds.present_shares()
-        return self.loader.order.place(epoch, step, rank, world_size, shares)
+        least = 1 if self.small is None else self.small.least
+        return self.loader.order.place(epoch, step, rank, world_size, shares, least)

@@ -89,6 +89,7 @@ class GenerationContext:
         summaries: step summaries, over all ranks.
         gradients: connects all ranks, for collectives of gradients where they are.
         layers: connects layers that exchange within forward and backward, if there are any.
+        buffers: connects all ranks' GPUs to broadcast buffers; None: `communicator` does.
         rows: for each model with row-sparse gradients, what connects all ranks to exchange them.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
             each machine.
@@ -129,6 +130,7 @@ class GenerationContext:
         self.summaries = StepSummaries(reporting, device, limits, waits)
         self.gradients = self.communicator
         self.layers: Communicator | None = None
+        self.buffers: Communicator | None = None
         self.rows: list[Communicator] = []
         self.intra_machine: Communicator | None = None
         self.replica_links: list[Links] = []
@@ -154,6 +156,14 @@ class GenerationContext:
             CommError: a rank didn't come in time.
         """
         self.layers = self._open_gpus(self.group, "layers")
+
+    def connect_buffers(self) -> None:
+        """Connect all ranks' GPUs to broadcast the models' buffers; collective, once.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        self.buffers = self._open_gpus(self.group, "buffers")
 
     def connect_rows(self) -> None:
         """Connect all ranks to exchange the row-sparse gradients of a further model; collective.

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.communicator import Communicator
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, many
 from paceline.update.first_order import final_gradients, require_plain_backward
 
 
@@ -66,6 +66,11 @@ class RunningStatistics:
         self.flat: Tensor | None = None
         if self._buffers:
             self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The model's buffers, in their order in `flat`."""
+        return self._buffers
 
     def pack(self) -> None:
         """Copy the statistics of this rank."""
@@ -146,10 +151,62 @@ class LayerCommunicator:
         return self.sum(rows, operation)  # with zeros: exact
 
 
+def batch_norms(model: nn.Module, *, every: bool) -> list[str]:
+    """Return the names of the BatchNorm layers that are to normalise by the global batch.
+
+    Args:
+        model: the model.
+        every: all of them; otherwise those that are torch's `SyncBatchNorm`, which synchronises
+            through torch's default group, and without one not at all.
+
+    Raises:
+        ConfigError: such a layer computes something else too, or is of a part of the ranks only.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        kind = type(module)
+        synchronises = any("Sync" in base.__name__ for base in kind.__mro__)
+        if not (every or synchronises):
+            continue
+        plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        if kind.forward not in plain:
+            raise ConfigError(
+                f"the model's {name} is of class {kind.__name__}, whose forward isn't BatchNorm's "
+                "alone, so it can't be synchronised: use torch's BatchNorm layers and "
+                "sync_bn=True, with an activation in a module of its own"
+                f"{'' if synchronises else ', or leave out sync_bn'}."
+            )
+        if getattr(module, "process_group", None) is not None:
+            raise ConfigError(
+                f"the model's {name} is a SyncBatchNorm with a process group of its own, but "
+                "Paceline's layers synchronise all ranks: create it without process_group."
+            )
+        found.append(name or "the model")
+    return found
+
+
+def synchronised_note(names: Sequence[str]) -> str:
+    """Return the sentence for a model whose SyncBatchNorm layers are replaced.
+
+    Args:
+        names: the layers' names; at least one.
+    """
+    which = names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more layer')}"
+    return (
+        f"the model's SyncBatchNorm ({which}) normalises by the global batch, as with sync_bn=True."
+    )
+
+
 def convert_sync_batchnorm(
-    model: nn.Module, communicator: Callable[[], Communicator], share: BatchShare
+    model: nn.Module,
+    communicator: Callable[[], Communicator],
+    share: BatchShare,
+    *,
+    every: bool = True,
 ) -> nn.Module:
-    """Replace every BatchNorm, torch's `SyncBatchNorm` included; return the model.
+    """Replace the layers that `batch_norms` names; return the model.
 
     Parameters, buffers, hooks and the names in the state dict stay.
 
@@ -157,12 +214,17 @@ def convert_sync_batchnorm(
         model: changed in place, unless it is a BatchNorm itself.
         communicator: returns the layers' own communicator, of the same ranks as the buckets'.
         share: this rank's share of each step; the replica's.
+        every: as of `batch_norms`.
+
+    Raises:
+        ConfigError: as `batch_norms`.
     """
     exchange = LayerCommunicator(communicator, share)
+    names = batch_norms(model, every=every)
     converted = {
         module: SyncBatchNorm.like(module, exchange, name or "the model")
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, _BatchNorm) and (name or "the model") in names
     }
     for parent in [m for m in model.modules() if m not in converted]:
         for name, child in parent.named_children():

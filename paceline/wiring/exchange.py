@@ -23,9 +23,11 @@ from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.binder import ExchangePlan, MakeSynchronizer
+from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
+from paceline.replica.state.earlier_buffers import computed_buffers
 from paceline.replica.trained_parameters import Scope, TrainedParameters, table_parameters
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
@@ -202,6 +204,8 @@ def replicate(
     config: SyncConfig,
     share: BatchShare | None = None,
     setting: TrialSetting | None = None,
+    *,
+    buffers: str = "broadcast",
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -212,6 +216,8 @@ def replicate(
         config: how they exchange gradients; "auto" is resolved in the first steps.
         share: this rank's share of each step, with which SyncBatchNorm layers were made.
         setting: context of autotuning.
+        buffers: "broadcast": each step ends with rank 0's buffers on all ranks; "local": they are
+            each rank's own.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged.
@@ -254,6 +260,7 @@ def replicate(
         share=share,
         next_plan=next_plan if len(candidates) > 1 else None,
         recorder=run.recorder,
+        buffers=_broadcast(model, run, device) if buffers == "broadcast" else None,
     )
     if predictor is not None:
         replica.on_close(predictor.restart)
@@ -272,12 +279,27 @@ class GroupedOptions:
             without trials.
         scope: what it has of its model.
         share: this rank's share of each step, with which SyncBatchNorm layers were made.
+        buffers: as of `replicate`.
     """
 
     index: int
     config: SyncConfig
     scope: Scope
     share: BatchShare
+    buffers: str = "broadcast"
+
+
+def _broadcast(model: nn.Module, run: Run, device: torch.device) -> BufferBroadcast:
+    """Make what broadcasts a model's buffers; collective on GPUs, where it has any."""
+
+    def devices() -> Communicator:
+        if device.type == "cuda" and run.context.buffers is None:
+            run.connect(GenerationContext.connect_buffers)
+        return run.context.buffers or run.context.communicator
+
+    if next(computed_buffers(model), None) is not None:
+        devices()
+    return BufferBroadcast(model, lambda: run.context.communicator, devices)
 
 
 def replicate_grouped(
@@ -317,6 +339,7 @@ def replicate_grouped(
         share=options.share,
         recorder=run.recorder,
         scope=options.scope,
+        buffers=_broadcast(model, run, device) if options.buffers == "broadcast" else None,
     )
     if run.trace is not None and options.scope.first:
         run.trace.resources.callback(watch_passes(model, run.trace))

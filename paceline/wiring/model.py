@@ -21,7 +21,12 @@ from paceline.replica.compiled_modules import compile_blocks
 from paceline.run.learning_rate import base_rate
 from paceline.run.precision import capabilities_of, computes_bfloat16
 from paceline.state.weights import load_weights
-from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
+from paceline.update.batch_norm import (
+    BatchShare,
+    batch_norms,
+    convert_sync_batchnorm,
+    synchronised_note,
+)
 
 _KINDS = {"cpu": "processor", "cuda": "GPU"}
 
@@ -38,9 +43,10 @@ def make_model(
     Args:
         config: names the model.
         device: where it computes.
-        layers: returns what connects the layers' ranks, where there is --sync_bn.
+        layers: returns what connects the ranks of the layers that --sync_bn replaces, or that are
+            torch's `SyncBatchNorm`; None: none is replaced.
         share: this rank's share of each step; the replica's.
-        report: receives sentences about weights that are skipped.
+        report: receives sentences about weights that are skipped, and about such layers.
 
     Raises:
         ConfigError: model or weights can't be had as asked for, or the device emulates --dtype.
@@ -56,10 +62,30 @@ def make_model(
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if layers is not None and share is not None:
-        model = convert_sync_batchnorm(model, layers, share)
+        model = _synchronise(model, config, layers, share, report)
     if config.model.compile:
         compile_blocks(blocks(model))
     return model
+
+
+def _synchronise(
+    model: nn.Module,
+    config: TrainConfig,
+    layers: Callable[[], Communicator],
+    share: BatchShare,
+    report: Callable[[str], object],
+) -> nn.Module:
+    every = config.model.sync_bn
+    names = batch_norms(model, every=every)
+    if names and not every:
+        if config.sync.sync == "average":
+            raise ConfigError(
+                f"the model's {names[0]} is a SyncBatchNorm, but with --sync average workers "
+                "compute apart: make it a BatchNorm, whose running statistics are averaged with "
+                "the weights, or use another --sync."
+            )
+        report(synchronised_note(names))
+    return convert_sync_batchnorm(model, layers, share, every=every)
 
 
 def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, object]) -> None:

@@ -38,6 +38,8 @@ class Pair:
         config: how gradients are exchanged.
         share: this rank's share of each step.
         average: how weights are averaged; None: gradients are exchanged.
+        buffers: "broadcast": rank 0's are all ranks' after each step; "local": they are each
+            rank's own, and aren't compared.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Pair:
     config: SyncConfig
     share: BatchShare
     average: Average | None = None
+    buffers: str = "broadcast"
 
     @property
     def name(self) -> str:
@@ -61,6 +64,7 @@ def make_pairs(
     config: SyncConfig,
     share: BatchShare,
     average: Average | None = None,
+    buffers: str = "broadcast",
 ) -> list[Pair]:
     """Pair what one call gives.
 
@@ -71,6 +75,7 @@ def make_pairs(
         config: how the call's gradients are exchanged.
         share: this rank's share of each step.
         average: how the call's weights are averaged; None: gradients are exchanged.
+        buffers: as of `Pair`.
 
     Raises:
         ConfigError: several models or optimizers are averaged.
@@ -93,6 +98,7 @@ def make_pairs(
             config=config,
             share=share,
             average=average,
+            buffers=buffers,
         )
         for number, optimizer in enumerate(optimizers)
     ]

@@ -27,11 +27,13 @@ from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.decode_trial import DecodeTrial
+from paceline.run.generation_context import GenerationContext
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
 from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.run import Run
+from paceline.run.small_slices import SmallSlices
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
@@ -39,7 +41,7 @@ from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 from paceline.state.weights import save_epoch
 from paceline.trainer import Trainer
-from paceline.update.batch_norm import BatchShare
+from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.decoding import Decoding
@@ -92,10 +94,12 @@ def build_trainer(
         make_model,
         replace(config, model=replace(config.model, load_model_path=weights_file)),
         device,
-        run.layers if config.model.sync_bn else None,
+        run.layers,
     )
     model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
+    if run.context.layers is None and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        run.connect(GenerationContext.connect_layers)
     position = start.position
     decoding = Decoding(config, run, device, position.decode_device)
     resources = ExitStack()
@@ -117,7 +121,9 @@ def build_trainer(
         decoding=decoding.pool,
         trial=trial,
     )
-    train = batches(loader=decoding.loader(sources.train, train=True), trains=True)
+    remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")
+    small = SmallSlices(run, position, remedies)
+    train = batches(loader=decoding.loader(sources.train, train=True), trains=True, small=small)
     test = None
     if sources.test is not None:
         test = batches(loader=decoding.loader(sources.test, train=False), trains=False)
@@ -160,6 +166,13 @@ def build_trainer(
     else:
         steps_of_run = optim.num_epochs * train.steps
         replica = average_weights(model, optimizer, run, config.sync, average, steps_of_run)
+        longest = max(h for first, h in average.phases if first < steps_of_run)
+        if longest > train.steps:
+            recorder.event(
+                "note",
+                text=f"--average_every {longest} is more than the {train.steps} steps of an epoch: "
+                "an epoch's evaluation and weights file are of the last merge, in an earlier one.",
+            )
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
         recorder.event("note", text=note)
@@ -234,6 +247,7 @@ def build_trainer(
         train=train,
         test=test,
         save=save,
+        small=small,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )

@@ -77,6 +77,13 @@ def flip_optimizer_state(rank: Rank) -> None:
     flip(plain_state(rank.bench.optimizer)[parameter]["momentum_buffer"])
 
 
+def test_local_buffers_are_not_compared(tmp_path: Path) -> None:
+    def run(c: Communicator) -> None:
+        train_with(c, tmp_path, {FLIPPED_BEFORE: flip_buffer}, {1}, 40, local_buffers=True)
+
+    run_ranks(2, run)
+
+
 FLIPS: dict[str, tuple[Flip, str]] = {
     "parameter": (flip_parameter, "inner.6.bias"),
     "buffer": (flip_buffer, "steps"),

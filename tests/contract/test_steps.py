@@ -56,7 +56,11 @@ class Rank:
         self.heard: list[tuple[int, tuple[float, ...]]] = []
         self.requests: set[int] = options.get("stop_in", set())
         self.number = 0
-        objects = StateObjects(model=self.bench.model, optimizer=self.bench.optimizer)
+        objects = StateObjects(
+            model=self.bench.model,
+            optimizer=self.bench.optimizer,
+            local_buffers=options.get("local_buffers", False),
+        )
         run, cpu = run_of(communicator, recorder=self.recorder), torch.device("cpu")
         snapshots = StepSnapshots(
             run,

@@ -21,6 +21,7 @@ from paceline.update.batch_norm import (
     BatchShare,
     RunningStatistics,
     SyncBatchNorm,
+    batch_norms,
     convert_sync_batchnorm,
 )
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -279,3 +280,61 @@ def test_other_derivatives_are_refused(use: Any, what: str) -> None:
         return slope.requires_grad  # it isn't taken for a constant
 
     assert run_ranks(1, run) == [True]  # forward mode knows one thread at a time
+
+
+class ActivatedBatchNorm(nn.BatchNorm2d):
+    """BatchNorm with an activation in its forward, as some libraries have it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class NaiveSyncBatchNorm(nn.BatchNorm2d):
+    """BatchNorm that synchronises by itself, through torch's default group."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def sync_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
+
+
+def test_torchs_own_layers_are_found_and_replaced_without_the_argument() -> None:
+    model = sync_model()
+    assert batch_norms(model, every=False) == ["1"]
+    assert batch_norms(model, every=True) == ["1", "2"]
+    layers = ThreadGroup(1).communicator(0)
+    convert_sync_batchnorm(model, lambda: layers, BatchShare(), every=False)
+    assert type(model[1]) is SyncBatchNorm
+    assert type(model[2]) is nn.BatchNorm1d
+    assert batch_norms(model, every=False) == ["1"]  # another world replaces it again
+
+
+@pytest.mark.parametrize(
+    ("layer", "every", "sentence"),
+    [
+        (ActivatedBatchNorm(4), True, "0 is of class ActivatedBatchNorm.*or leave out sync_bn"),
+        (
+            NaiveSyncBatchNorm(4),
+            False,
+            "0 is of class NaiveSync.*sync_bn=True, with an act",
+        ),
+    ],
+)
+def test_a_forward_that_would_be_lost_is_refused(
+    layer: nn.Module, every: bool, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        batch_norms(nn.Sequential(layer), every=every)
+
+
+def test_a_layer_of_another_group_is_refused() -> None:
+    model = sync_model()
+    model[1].process_group = object()
+    with pytest.raises(ConfigError, match="1 is a SyncBatchNorm with a process group of its own"):
+        batch_norms(model, every=False)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_stays_without_the_argument() -> None:
+    assert batch_norms(nn.Sequential(ActivatedBatchNorm(4)), every=False) == []

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline import ConfigError, World
+from paceline.update.batch_norm import SyncBatchNorm
 from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
 
 
@@ -670,6 +671,26 @@ def test_what_exchanges_in_each_step_is_refused_where_weights_are_averaged(world
     model = network()
     with pytest.raises(ConfigError, match=r"^sync_bn was given with sync=\"average\""):
         paceline.parallelize(model, sgd(model), world, sync="average", sync_bn=True)
+
+
+def test_torchs_sync_batch_norm_becomes_ours_with_a_line(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.SyncBatchNorm(4))
+    bound(world, model)
+    assert [type(layer) for layer in model[1:]] == [SyncBatchNorm] * 2
+    assert "(1 and 1 more layer) normalises by the global batch" in capsys.readouterr().err
+
+
+def test_torchs_sync_batch_norm_with_averaging(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm with sync=\"average\""):
+        paceline.parallelize(model, sgd(model), world, sync="average")
+
+
+def test_an_unknown_way_with_buffers(world: World, model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"^buffers is 'sum'; it must be one of broadcast, local"):
+        paceline.parallelize(model, sgd(model), world, buffers="sum")
     with pytest.raises(ConfigError, match=r"^update sharded needs sync notified: with average"):
         paceline.parallelize(model, sgd(model), world, sync="average", update="sharded")
     with pytest.raises(ConfigError, match=r"^average_every 0|^every 0: must be at least 1 step"):

@@ -5,10 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from paceline.config.average import ARGUMENTS, OUTER_RULES, WITHOUT_DELAY, AverageConfig
+from paceline.config.average import (
+    ARGUMENTS,
+    OUTER_RULES,
+    WITHOUT_DELAY,
+    AverageConfig,
+    require_merge,
+)
 from paceline.errors import ConfigError
 from paceline.update.outer.average import RULES, Average, average_from_flags, parse_average
 from paceline.update.outer.bmuf import BMUF
@@ -45,6 +52,18 @@ def test_a_short_form_says_the_same_as_the_class(text: str, average: Average) ->
 @pytest.mark.parametrize("sync", ["auto", "notified", "allreduce", "averages"])
 def test_the_name_of_another_exchange_is_no_short_form(sync: str) -> None:
     assert parse_average(sync) is None
+
+
+@pytest.mark.parametrize(("every", "steps"), [(200, 24), ("30@0,9@20", 24), (2, 1)])
+def test_rounds_that_are_longer_than_the_run_are_refused(every: Any, steps: int) -> None:
+    rule = f"must be at most the run's {steps} steps?, or its workers would merge only after"
+    with pytest.raises(ConfigError, match=rule):
+        require_merge(every, steps)
+
+
+@pytest.mark.parametrize("every", [24, 1, "30@0,4@20", "1@0,50@20", "20@0,500@1000"])
+def test_rounds_that_end_in_the_run_are_fine(every: Any) -> None:
+    require_merge(every, 24)
 
 
 def test_flags_say_the_same_as_the_class() -> None:

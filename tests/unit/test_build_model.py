@@ -50,6 +50,24 @@ def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> 
     assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
+def test_torchs_own_layers_are_replaced_without_the_flag_and_with_a_line() -> None:
+    notes: list[str] = []
+    config = config_of("--model", "tests.unit.test_build_model:synchronised")
+    layers = ThreadGroup(1).communicator(0)
+    model = build.make_model(config, CPU, lambda: layers, BatchShare(), notes.append)
+    assert kinds(model) == {SyncBatchNorm}
+    assert notes == [
+        "the model's SyncBatchNorm (1) normalises by the global batch, as with sync_bn=True."
+    ]
+    config = config_of("--model", "tests.unit.test_build_model:synchronised", "--sync", "average")
+    with pytest.raises(ConfigError, match=r"model's 1 is a SyncBatchNorm, but with --sync average"):
+        build.make_model(config, CPU, lambda: layers, BatchShare())
+
+
+def synchronised(num_labels: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(3), nn.Linear(3, num_labels))
+
+
 def test_both_connections_of_one_store_are_apart() -> None:
     with build.make_run(config_of("--sync_bn"), world_of(), HashStore(), CPU) as run:
         context = run.context

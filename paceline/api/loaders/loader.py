@@ -229,6 +229,7 @@ def loader(
             order,
             rank_and_size=world._run.rank_and_size,
             shares=loop.shares if train else lambda number: loop.present_shares(),
+            least=(lambda: loop.least) if train else lambda: 1,
             num_workers=num_workers,
             collate=collate_fn,
             pin_memory=pin_memory,

@@ -8,7 +8,7 @@ plain value's is the CRC-32 of its text. All checksums together have a code of 2
 travels in a step's summary.
 
 What differs between ranks by design isn't compared: shards of an optimizer's state, error-feedback
-residuals, tracked objects, and buffers that no state dict contains.
+residuals, tracked objects, buffers that no state dict contains, and those of buffers="local".
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from torch import Tensor
 
 from paceline.errors import many
 from paceline.reduce.rank_state import OPTIMIZER as SHARDED_OPTIMIZER
-from paceline.replica.state.copier import BUFFERS, ENTRIES, GROUPS, OPTIMIZER, PARAMETERS, RANK
+from paceline.replica.state.copier import (
+    BUFFERS,
+    ENTRIES,
+    GROUPS,
+    LOCAL_BUFFERS,
+    OPTIMIZER,
+    PARAMETERS,
+    RANK,
+)
 from paceline.state.snapshots import SnapshotName
 
 Checksums = Mapping[str, int]
@@ -138,10 +146,11 @@ def _sums(state: Parts) -> Iterator[_Sum]:
     """Yield part, name and checksum of each entry; a tensor's is on the tensor's device."""
     saved = set(state[ENTRIES].values())
     for name, tensor in state.get(PARAMETERS, {}).items():
-        yield PARAMETERS, name, _sum(tensor)
+        yield PARAMETERS, name, checksum(tensor)
+    local = state.get(LOCAL_BUFFERS, {})
     for name, tensor in state.get(BUFFERS, {}).items():
-        if name in saved and isinstance(tensor, Tensor):
-            yield BUFFERS, name, _sum(tensor)
+        if name in saved and name not in local and isinstance(tensor, Tensor):
+            yield BUFFERS, name, checksum(tensor)
     for name, entries in state.get(OPTIMIZER, {}).items():
         for key, value in entries.items() if isinstance(entries, Mapping) else ():
             for label, total in _leaves(f"the optimizer's {key}", value):
@@ -152,7 +161,8 @@ def _sums(state: Parts) -> Iterator[_Sum]:
                 yield GROUPS, f"{label} of the optimizer's group {number}", total
 
 
-def _sum(value: Tensor) -> Tensor | int:
+def checksum(value: Tensor) -> Tensor | int:
+    """Return the checksum of a tensor's values: a number, or a tensor on the same device."""
     dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
@@ -175,7 +185,7 @@ def _weighted(sums: Tensor, first: int) -> Tensor:
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | int]]:
     """Yield names and checksums of a tree's tensors and plain values, and of no other objects."""
     if isinstance(value, Tensor):
-        yield name, _sum(value)
+        yield name, checksum(value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(f"{name}[{key!r}]", one)

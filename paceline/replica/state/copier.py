@@ -29,7 +29,7 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
-from paceline.replica.state.earlier_buffers import named_buffers
+from paceline.replica.state.earlier_buffers import computed_buffers, named_buffers
 from paceline.replica.state.entry_names import EntryNames
 from paceline.replica.trained_parameters import WHOLE, Scope, TrainedParameters
 from paceline.state.snapshots import SnapshotName
@@ -45,6 +45,7 @@ OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
 RANK = "rank"
 LOCAL, SHARED = "local", "shared"  # of averaged weights: a worker's own, and what all have alike
 ENTRIES, SAVED = "entries", "saved"  # for checkpoint files only
+LOCAL_BUFFERS = "local_buffers"  # names of buffers that aren't compared between ranks
 _PARTS = (POSITION, TRACKED, PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA, OPTIMIZER, GROUPS, OTHER)
 OWN_OPTIMIZER = (
     "the optimizer"  # name among the tracked objects, where it has a state dict of its own
@@ -66,6 +67,7 @@ class StateObjects:
         scope: what the pair has of the model, where several optimizers train it.
         entries: of a checkpoint file, for the model's and the optimizer's state dict.
         others: the further models and optimizers, each a pair.
+        local_buffers: whether buffers that the model computes are each rank's own.
     """
 
     model: nn.Module
@@ -77,6 +79,7 @@ class StateObjects:
     scope: Scope = WHOLE
     entries: tuple[str, str] = ("model", "optimizer")
     others: Sequence[StateObjects] = ()
+    local_buffers: bool = False
 
     @property
     def pairs(self) -> Sequence[StateObjects]:
@@ -196,6 +199,8 @@ class StateCopier:
                 ENTRIES: self._objects.entries_of(self._names, buffers.keys()),
                 SAVED: {name: one.state_dict() for name, one in self._objects.saved.items()},
             }
+            if self._objects.local_buffers:
+                parts[LOCAL_BUFFERS] = {name: True for name, _, _ in computed_buffers(model)}
             self._copy([p for p in self._names if p not in exchanged], parts)
 
     def copy_buckets(self, buckets: Sequence[Bucket]) -> None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 def named_buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -20,6 +23,14 @@ def named_buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Mo
     for prefix, module in modules.items():
         for key in module._buffers:
             yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+def computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield name, module and key of each buffer in the state dict that is no running statistic."""
+    for name, module, key in named_buffers(dict(model.named_modules())):
+        statistic = isinstance(module, _NormBase) and key in _STATISTICS
+        if not statistic and key not in module._non_persistent_buffers_set:
+            yield name, module, key
 
 
 class EarlierBuffers:
