@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -116,9 +116,9 @@ class ScriptLoop:
         """The number of the active step, or of the last one; 0 before the first one."""
         return max(0, self._position.position.number - (self._repeats or not self._in_step))
 
-    def step(self, samples: int | None) -> AbstractContextManager[ActiveStep]:
+    def step(self, samples: int | None, weight: float | None) -> AbstractContextManager[ActiveStep]:
         """Make a step; as `World.step`."""
-        step = self._step(samples)
+        step = self._step(samples, weight)
         return self._interruptible(step) if self._end.interactive else step
 
     @contextmanager
@@ -127,7 +127,7 @@ class ScriptLoop:
             yield active
 
     @contextmanager
-    def _step(self, samples: int | None) -> Iterator[ActiveStep]:
+    def _step(self, samples: int | None, weight: float | None) -> Iterator[ActiveStep]:
         if self._position.several and self.rollback.error is not None:
             with suppress(CommError):  # a peer was lost in an earlier step of the same batch
                 yield ActiveStep()
@@ -136,7 +136,7 @@ class ScriptLoop:
             steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
             try:
                 self._repeats = repeats = self._position.repeats
-                batch_slice, earlier = self._position.next_slice(samples)
+                batch_slice, earlier = self._position.next_slice(samples, weight)
                 if not self.begun:
                     self._begin()
                     self.begun = True
@@ -203,8 +203,15 @@ class ScriptLoop:
             return None
         return self.steps.speeds.present_shares()
 
-    def queue_slice(self, batch_slice: BatchSlice) -> None:
-        """Queue a slice for the next step, which may train later ones too."""
+    def queue_slice(self, batch_slice: BatchSlice, found: int) -> None:
+        """Queue a slice for the next step, which may train later ones too.
+
+        Args:
+            batch_slice: the slice.
+            found: the number of samples that its batch has after collation.
+        """
+        if batch_slice.count > found:
+            batch_slice = replace(batch_slice, skipped=batch_slice.count - found)
         self._position.waiting.append(batch_slice)
         if self.steps is not None and self.replica is not None:
             self.steps.seed(batch_slice.number)

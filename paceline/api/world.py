@@ -137,18 +137,27 @@ class World:
         """
         return self._position.position.number
 
-    def step(self, samples: int | None = None) -> AbstractContextManager[ActiveStep]:
+    def step(
+        self, samples: int | None = None, *, weight: float | None = None
+    ) -> AbstractContextManager[ActiveStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
         part of the global batch. The loader's batch defines that part. Without a loader of
-        Paceline all ranks have the same weight, or the weights that `samples` defines.
+        Paceline all ranks have the same weight. `samples` and `weight` define other weights.
+        Give each on all ranks or on none.
 
         Args:
-            samples: the number of samples of which this rank's loss is the mean. Give it on all
-                ranks or on none. A rank with 0 needs no forward and backward; if the loop changes
-                gradients, all ranks call `reduce()` first. With `sync_bn` a rank with 0 still runs
-                both, on any samples, because the layers exchange within them.
+            samples: the number of samples of this rank's batch, of which its loss is the mean: what
+                the ledger counts. Of a loader's batch, samples that are missing count as skipped.
+                A rank with 0 needs no forward and backward; if the loop changes gradients, all
+                ranks call `reduce()` first. With `sync_bn` a rank with 0 still runs both, on any
+                samples, because the layers exchange within them.
+            weight: what this rank's loss is a mean over, where that isn't samples: the number of
+                tokens that aren't padding, of pixels that aren't masked, or the sum of the class
+                weights of the labels. Finite, at least 0; with 0 the loss may be NaN. Of several
+                batches that a step accumulates, it is the sum. With sync="average" it is by what
+                the step counts in the merge, and a rank with 0 makes no update.
 
         Yields:
             the step; after the block, its `done` tells whether it was made.
@@ -161,7 +170,7 @@ class World:
             KeyboardInterrupt: in a notebook, the cell was interrupted; the step is made, unless it
                 takes longer than 1.5 seconds from there.
         """
-        return self._loop.step(samples)
+        return self._loop.step(samples, weight)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later pass outside exchanges the sum.

@@ -133,13 +133,17 @@ class AveragedReplica:
         self._model.zero_grad()
 
     @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
+    def step(
+        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
+    ) -> Iterator[None]:
         """Run a step.
 
         Args:
             number: its number.
-            weight: local samples / global samples; with 0 the update changes nothing.
+            weight: by which the step counts in the merge, of all workers' 1; by default local
+                samples / global samples. With 0 the update changes nothing.
             samples: global samples.
+            counted: ignored, because no statistics are exchanged within steps.
 
         Raises:
             ConfigError: other parameters are trained than at the start.

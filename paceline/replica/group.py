@@ -84,11 +84,13 @@ class ReplicaGroup:
             replica.discard_batches()
 
     @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
+    def step(
+        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
+    ) -> Iterator[None]:
         """Run a step of all replicas; as `Replica.step`."""
         with ExitStack() as steps:
             for replica in self.replicas:
-                steps.enter_context(replica.step(number, weight))
+                steps.enter_context(replica.step(number, weight, counted=counted))
             yield
 
     @contextmanager

@@ -215,10 +215,19 @@ class Replica:
         self._model.zero_grad()
 
     @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step; `weight` is local samples / global samples, and `samples` are the latter.
+    def step(
+        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
+    ) -> Iterator[None]:
+        """Run a step.
 
         A block that ends without `optimizer.step()` ends the step without an update.
+
+        Args:
+            number: its number.
+            weight: of this rank's gradient in the sum; by default local samples / global samples.
+            samples: global samples.
+            counted: whether this rank's samples count in the statistics of SyncBatchNorm layers;
+                None: if they have a weight.
 
         Raises:
             ConfigError: the block broke a rule of the exchange; names the remedy.
@@ -227,7 +236,7 @@ class Replica:
         self._bind_anew_if_changed()
         self._number = number
         self._thread = threading.get_ident()
-        self._share.begin(weight)
+        self._share.begin(weight, counted=counted)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
         if not weight:

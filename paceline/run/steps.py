@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -195,7 +195,7 @@ class Steps:
                 self._boundary(number)
             self._seed_streams(_IN_STEP, number)
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
-            with span("train"), self._replica.step(number, batch.weight, batch.global_count):
+            with span("train"), self._train(batch):
                 yield sums
             if self._replica.added_to_kept and self._checkpoints.saving:
                 raise ConfigError(
@@ -266,9 +266,13 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        with self._replica.step(batch.number, batch.weight, batch.global_count):
+        with self._train(batch):
             yield
         self._continued ^= self._replica.stepped << STEPPED_BITS
+
+    def _train(self, batch: BatchSlice) -> AbstractContextManager[None]:
+        counted = batch.count > 0
+        return self._replica.step(batch.number, batch.weight, batch.global_count, counted=counted)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""

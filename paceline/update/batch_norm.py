@@ -21,7 +21,8 @@ rank's own loss:
     G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
     dx = weight / std * (g - (G + x^ H) / (w_r n))
 
-So uneven shares are exact, and a rank of weight 0 (its sample is a placeholder) counts nothing.
+So uneven shares are exact. A placeholder sample counts nothing, and in the backward no rank of
+weight 0 does.
 Layers wait for their peers within forward and backward. Their collectives use a communicator of
 their own: on that of the buckets, ranks that complete buckets in different orders would mix them
 up. Statistics are in float32, or float64 where the input is.
@@ -94,25 +95,30 @@ class BatchShare:
     """This rank's share of the current step's global batch.
 
     Attributes:
-        weight: local samples / global samples, as in `Synchronizer.begin`; 0 if the rank's slice is
-            empty and it computes on a placeholder sample. Outside a step it is 1 on all ranks.
+        weight: of this rank's mean loss in the global one, as in `Synchronizer.begin`; by default
+            local samples / global samples. Outside a step it is 1 on all ranks.
+        counted: whether the rank's samples count in the statistics; False if its slice is empty,
+            and it computes on a placeholder sample.
         steps_begun: the number of steps begun so far.
         waited: seconds that SyncBatchNorm layers have waited for peers so far.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
+        self.counted = True
         self.steps_begun = 0
         self.waited = 0.0
 
-    def begin(self, weight: float) -> None:
-        """Start a step."""
+    def begin(self, weight: float, *, counted: bool | None = None) -> None:
+        """Start a step; without `counted`, samples count if they have a weight."""
         self.weight = weight
+        self.counted = weight > 0 if counted is None else counted
         self.steps_begun += 1
 
     def end(self) -> None:
         """End the step."""
         self.weight = 1.0
+        self.counted = True
 
 
 class LayerCommunicator:
@@ -233,7 +239,7 @@ class SyncBatchNorm(_BatchNorm):
                 "samples runs forward and backward on any other samples, with samples=0."
             )
         own = x.new_zeros(1 + 2 * channels, dtype=dtype)  # count | mean | M2
-        count = x.numel() // channels if self._exchange.share.weight > 0 else 0
+        count = x.numel() // channels if self._exchange.share.counted else 0
         if count:
             nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
@@ -308,7 +314,9 @@ def _input_gradient(
     As  dx = g scale - x slope + shift,  each of them (channels,).
     """
     own = layer._exchange.share.weight
-    total = layer._exchange.sum(sums * own, f"the backward of {layer._name}")
+    # A mean over nothing is NaN, and so is its gradient, which counts nothing.
+    weighted = sums * own if own > 0 else torch.zeros_like(sums)
+    total = layer._exchange.sum(weighted, f"the backward of {layer._name}")
     total = total / (count * own) if own > 0 else torch.zeros_like(total)
     inverse = (var + layer.eps).rsqrt()
     scale = inverse if weight is None else inverse * weight.to(inverse.dtype)

@@ -34,8 +34,10 @@ class Loader(CurrentBatch):
     the iteration after one that an error or an interrupt ended continues its epoch.
     """
 
-    def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:
-        super().__init__(world, train=train)
+    def __init__(
+        self, mapped: MappedLoader, order: Order, world: World, *, train: bool, collates: bool
+    ) -> None:
+        super().__init__(world, train=train, collates=collates)
         self._mapped, self._order = mapped, order
 
     @property
@@ -76,7 +78,7 @@ class Loader(CurrentBatch):
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:
                 self._step, self._count = batch_slice.step, batch_slice.count
-                world._loop.queue_slice(batch_slice)
+                world._loop.queue_slice(batch_slice, self._found(batch, batch_slice.count))
                 yield batch
                 rollback = world._loop.rollback
                 if rollback.error is not None or rollback.moved:
@@ -223,7 +225,7 @@ def loader(
         _require_equal_orders(order, world, train=train)
         if train:
             world._position.use_order(order)
-    return Loader(mapped, order, world, train=train)
+    return Loader(mapped, order, world, train=train, collates=collate_fn is not None)
 
 
 def _own_batch_size(batch_size: int, world: World) -> int:
