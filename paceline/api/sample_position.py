@@ -239,7 +239,7 @@ class SamplePosition:
         left_out = last.skipped
         if samples is not None and not (len(self.waiting) > 1):
             left_out = max(0, last.last - last.first - samples)
-        return replace(last, fraction=fraction, skipped=left_out)
+        return replace(last, fraction=fraction, skipped=left_out, basis=_basis(samples, weight))
 
     def _require_all_collated(self) -> None:
         """Require that collation has left no sample out, where the loader's counts are used."""
@@ -357,7 +357,13 @@ class SamplePosition:
         cuts = tuple(accumulate(counts, initial=self._taken))
         self._next_taken = cuts[-1]
         return BatchSlice(
-            epoch=0, step=number, steps=number + 1, rank=rank, cuts=cuts, fraction=fraction
+            epoch=0,
+            step=number,
+            steps=number + 1,
+            rank=rank,
+            cuts=cuts,
+            fraction=fraction,
+            basis=_basis(samples, weight),
         )
 
     def _exchange(self, samples: int | None, weight: float | None) -> tuple[float, list[int]]:
@@ -391,6 +397,13 @@ class SamplePosition:
 
 
 _NOT_GIVEN = -1.0  # what a rank sends in place of a number
+
+
+def _basis(samples: int | None, weight: float | None) -> str:
+    """Return the name of what defines a slice's weight; "" if the loader does."""
+    if weight is not None:
+        return "weight"
+    return "" if samples is None else "samples"
 
 
 def _whole(samples: object) -> int:

@@ -47,6 +47,7 @@ from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.first_steps import FirstSteps
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import NextGeneration
@@ -155,9 +156,11 @@ class World:
                 samples, because the layers exchange within them.
             weight: what this rank's loss is a mean over, where that isn't samples: the number of
                 tokens that aren't padding, of pixels that aren't masked, or the sum of the class
-                weights of the labels. Finite, at least 0; with 0 the loss may be NaN. Of several
-                batches that a step accumulates, it is the sum. With sync="average" it is by what
-                the step counts in the merge, and a rank with 0 makes no update.
+                weights of the labels. Finite, at least 0. A rank with 0, whose loss may be NaN,
+                trains nothing, as with samples=0; its samples don't count in the statistics of
+                `sync_bn` either. Of several batches that a step accumulates, it is the sum. With
+                sync="average" it is by what the step counts in the merge, and a rank with 0 makes
+                no update.
 
         Yields:
             the step; after the block, its `done` tells whether it was made.
@@ -548,6 +551,17 @@ class World:
             measured=self._position.measured,
             report=self._report,
         )
+        first_steps = None
+        if self.world_size > 1:
+            first_steps = FirstSteps(
+                self._run,
+                self._position.position,
+                list(dict.fromkeys(pair.model for pair in pairs)),
+                self._report,
+                gpu=session.device.type == "cuda",
+                averaged=averaged,
+            )
+            self._bound.callback(first_steps.close)
         steps = Steps(
             replica,
             self._run,
@@ -563,6 +577,7 @@ class World:
             next_generation=self._next_generation,
             durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
+            first_steps=first_steps,
         )
         self._loop.use(steps)
 
@@ -626,6 +641,8 @@ class World:
         refuse_missing(self._pairs, self._start.state)
         if steps.speeds is not None and order is not None:
             steps.speeds.batch_size = order.batch_size
+        if steps.first_steps is not None:
+            steps.first_steps.divided = order is not None
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
         steps.recovery.record_start(

@@ -18,6 +18,7 @@ class BatchSlice:
             cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.
         fraction: the weight of its mean loss in the global one; None: its fraction of the samples.
+        basis: what a script has given as the base of the weight: "samples", "weight", or "".
         run_number: the number of the step in the run, where epochs have no fixed number of steps.
     """
 
@@ -28,6 +29,7 @@ class BatchSlice:
     cuts: tuple[int, ...]
     skipped: int = 0
     fraction: float | None = None
+    basis: str = ""
     run_number: int | None = None
 
     @property

@@ -133,9 +133,7 @@ class AveragedReplica:
         self._model.zero_grad()
 
     @contextmanager
-    def step(
-        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
-    ) -> Iterator[None]:
+    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
         """Run a step.
 
         Args:
@@ -143,7 +141,6 @@ class AveragedReplica:
             weight: by which the step counts in the merge, of all workers' 1; by default local
                 samples / global samples. With 0 the update changes nothing.
             samples: global samples.
-            counted: ignored, because no statistics are exchanged within steps.
 
         Raises:
             ConfigError: other parameters are trained than at the start.

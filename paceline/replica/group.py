@@ -84,13 +84,11 @@ class ReplicaGroup:
             replica.discard_batches()
 
     @contextmanager
-    def step(
-        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
-    ) -> Iterator[None]:
+    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
         """Run a step of all replicas; as `Replica.step`."""
         with ExitStack() as steps:
             for replica in self.replicas:
-                steps.enter_context(replica.step(number, weight, counted=counted))
+                steps.enter_context(replica.step(number, weight))
             yield
 
     @contextmanager

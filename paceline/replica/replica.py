@@ -215,9 +215,7 @@ class Replica:
         self._model.zero_grad()
 
     @contextmanager
-    def step(
-        self, number: int, weight: float, samples: int = 1, *, counted: bool | None = None
-    ) -> Iterator[None]:
+    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
         """Run a step.
 
         A block that ends without `optimizer.step()` ends the step without an update.
@@ -226,8 +224,6 @@ class Replica:
             number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
             samples: global samples.
-            counted: whether this rank's samples count in the statistics of SyncBatchNorm layers;
-                None: if they have a weight.
 
         Raises:
             ConfigError: the block broke a rule of the exchange; names the remedy.
@@ -236,7 +232,7 @@ class Replica:
         self._bind_anew_if_changed()
         self._number = number
         self._thread = threading.get_ident()
-        self._share.begin(weight, counted=counted)
+        self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
         if not weight:
@@ -254,10 +250,13 @@ class Replica:
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
 
-    def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
+    def before_backward(
+        self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
+    ) -> None:
         """Look at a backward pass before it runs, in the thread of the replica's steps.
 
         Args:
+            outputs: what is differentiated.
             inputs: with respect to which gradients are returned; empty where they accumulate.
             create_graph: whether the gradients can be differentiated.
 

@@ -21,8 +21,8 @@ rank's own loss:
     G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
     dx = weight / std * (g - (G + x^ H) / (w_r n))
 
-So uneven shares are exact. A placeholder sample counts nothing, and in the backward no rank of
-weight 0 does.
+So uneven shares are exact, and a rank of weight 0 (its sample is a placeholder, or its loss a mean
+over nothing) counts nothing.
 Layers wait for their peers within forward and backward. Their collectives use a communicator of
 their own: on that of the buckets, ranks that complete buckets in different orders would mix them
 up. Statistics are in float32, or float64 where the input is.
@@ -96,29 +96,26 @@ class BatchShare:
 
     Attributes:
         weight: of this rank's mean loss in the global one, as in `Synchronizer.begin`; by default
-            local samples / global samples. Outside a step it is 1 on all ranks.
-        counted: whether the rank's samples count in the statistics; False if its slice is empty,
-            and it computes on a placeholder sample.
+            local samples / global samples. It is 0 if the rank's slice is empty, and it computes on
+            a placeholder sample, or if its loss is a mean over nothing: then its samples don't
+            count in the statistics. Outside a step it is 1 on all ranks.
         steps_begun: the number of steps begun so far.
         waited: seconds that SyncBatchNorm layers have waited for peers so far.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self.counted = True
         self.steps_begun = 0
         self.waited = 0.0
 
-    def begin(self, weight: float, *, counted: bool | None = None) -> None:
-        """Start a step; without `counted`, samples count if they have a weight."""
+    def begin(self, weight: float) -> None:
+        """Start a step."""
         self.weight = weight
-        self.counted = weight > 0 if counted is None else counted
         self.steps_begun += 1
 
     def end(self) -> None:
         """End the step."""
         self.weight = 1.0
-        self.counted = True
 
 
 class LayerCommunicator:
@@ -239,7 +236,7 @@ class SyncBatchNorm(_BatchNorm):
                 "samples runs forward and backward on any other samples, with samples=0."
             )
         own = x.new_zeros(1 + 2 * channels, dtype=dtype)  # count | mean | M2
-        count = x.numel() // channels if self._exchange.share.counted else 0
+        count = x.numel() // channels if self._exchange.share.weight > 0 else 0
         if count:
             nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
