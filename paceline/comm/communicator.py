@@ -200,10 +200,11 @@ def gather_numbers(
     Raises:
         CommError: as `Ticket.wait`.
     """
+    if communicator.world_size == 1:
+        return [list(numbers)]
     rows = torch.zeros(communicator.world_size, len(numbers), dtype=torch.float64)
     rows[communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
-    if communicator.world_size > 1:
-        communicator.all_reduce(rows).wait(operation)  # with zeros: exact
+    communicator.all_reduce(rows).wait(operation)  # with zeros: exact
     gathered: list[list[float]] = rows.tolist()
     return gathered
 

@@ -54,11 +54,9 @@ def _sizes_of_list(
     values: list[Any] | tuple[Any, ...], expected: int, depth: int, *, top: bool
 ) -> set[int] | None:
     common = _common(values, expected, depth)
-    if not top:
-        return {len(values)} | (common or set())
-    if common is None or len(values) > _FIELDS:  # a list of samples, say
-        return {len(values)} | (common or set())
-    return common
+    if top and 0 < len(values) <= _FIELDS:
+        return common
+    return {len(values)} | (common or set())  # a list of samples, say
 
 
 def _common(values: Iterable[Any], expected: int, depth: int) -> set[int] | None:
