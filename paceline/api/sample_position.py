@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from paceline.api.cell_errors import CellErrors
 from paceline.comm.communicator import gather_numbers
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.drawn_order import DrawnOrder
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
 from paceline.run.position import Position
@@ -46,6 +47,7 @@ class SamplePosition:
         begun: whether this process has made a step or has begun an iteration of the loader.
         several: whether there are several models or optimizers, so that several steps may train a
             batch.
+        saved_draw: of the checkpoint, the order that a sampler has drawn, or None.
         measured: whether the ranks' shares of the loader's batches follow their speeds.
     """
 
@@ -66,6 +68,7 @@ class SamplePosition:
         self.waiting: list[BatchSlice] = []
         self.stream: Mapping[str, Any] | None = None
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
+        self.saved_draw: dict[str, Any] | None = None
         self._saved_stream: Mapping[str, Any] | None = None
         self._taken = self._next_taken = 0  # positions of the endless epoch; after the next step
 
@@ -126,8 +129,19 @@ class SamplePosition:
                 checkpoint has another order.
         """
         self._require_first_loader(stream=False)
+        drawn = isinstance(order, DrawnOrder)
+        if self._saved_order is not None and drawn is not ("source" in self._saved_order):
+            was, now = ("wasn't", "has") if drawn else ("was", "has no")
+            raise ConfigError(
+                f"the loader {now} sampler= or weights=, but one {was} given when the checkpoint "
+                "was written: pass the same arguments, or a different run= to paceline.join()."
+            )
+        names = {"size": "the data set's length"}
+        if drawn:
+            names = {"size": "the number of samples that the sampler draws"}
+            names["source"] = "the data set's length"
         for name, saved in (self._saved_order or {}).items():
-            own, subject = getattr(order, name), {"size": "the data set's length"}.get(name, name)
+            own, subject = getattr(order, name), names.get(name, name)
             if name == "epoch_size":
                 own, saved, subject = own is not None, saved is not None, "drop_last"
             if own != saved:
@@ -292,14 +306,18 @@ class SamplePosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        order = None if self.order is None else asdict(self.order)
+        order = None if self.order is None else self.order.facts()
         stream = {} if self.stream is None else {"stream": dict(self.stream)}
-        return {"taken": self._taken, "order": order, **stream}
+        drawn = {}
+        if isinstance(self.order, DrawnOrder):
+            drawn = {"drawn": self.order.draws.state_dict()}
+        return {"taken": self._taken, "order": order, **stream, **drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._taken, self._saved_order = state["taken"], state["order"]
         self._saved_stream = state.get("stream")
+        self.saved_draw = state.get("drawn") or None
 
     def _repeated(self, samples: int | None, weight: float | None) -> BatchSlice:
         """Return the last step's slice, which another model's step trains too."""

@@ -25,6 +25,7 @@ from paceline.api.rollback import Place, Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -177,6 +178,7 @@ class ScriptLoop:
                     if another and self._position.position.step > 0:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
+                    self._draw_order()
                     self.steps.take_snapshot()
                 break
             except CommError as error:
@@ -185,7 +187,14 @@ class ScriptLoop:
                 self.rollback.enter_here(error)
         if not self._position.iterating:
             self._position.begin_iteration()
+            self._draw_order()
         return self.rollback.continue_steps()
+
+    def _draw_order(self) -> None:
+        """Let all ranks have the order of the epoch that begins, where a sampler draws it."""
+        order = self._position.order
+        if isinstance(order, DrawnOrder):
+            order.draws.draw(self._position.epoch, self._run.context.communicator)
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.

@@ -38,6 +38,7 @@ from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, save_after
 from paceline.cluster.supervision.worker import declare_survivable, reporting_lost_supervisor
 from paceline.comm.communicator import require_same_call, total
+from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
@@ -653,6 +654,7 @@ class World:
             batch=order and order.batch_size,
             model=", ".join(pair.name for pair in self._pairs if pair.scope.first),
             device=self.device.type,
+            **({"drawn": True} if isinstance(order, DrawnOrder) else {}),
         )
         self._start = replace(self._start, state=None)
         link = self._session.link
