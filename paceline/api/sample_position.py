@@ -11,15 +11,18 @@ takes as many positions as its `samples`, or one.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
 from paceline.api.cell_errors import CellErrors
-from paceline.comm.communicator import gather_counts
+from paceline.comm.communicator import gather_numbers
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.drawn_order import DrawnOrder
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
 from paceline.run.position import Position
@@ -44,6 +47,7 @@ class SamplePosition:
         begun: whether this process has made a step or has begun an iteration of the loader.
         several: whether there are several models or optimizers, so that several steps may train a
             batch.
+        saved_draw: of the checkpoint, the order that a sampler has drawn, or None.
         measured: whether the ranks' shares of the loader's batches follow their speeds.
     """
 
@@ -64,6 +68,7 @@ class SamplePosition:
         self.waiting: list[BatchSlice] = []
         self.stream: Mapping[str, Any] | None = None
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
+        self.saved_draw: dict[str, Any] | None = None
         self._saved_stream: Mapping[str, Any] | None = None
         self._sums: Sequence[str] | None = None  # the names of a step's sums
         self._saved_sums: Sequence[str] = ()
@@ -126,8 +131,19 @@ class SamplePosition:
                 checkpoint has another order.
         """
         self._require_first_loader(stream=False)
+        drawn = isinstance(order, DrawnOrder)
+        if self._saved_order is not None and drawn is not ("source" in self._saved_order):
+            was, now = ("wasn't", "has") if drawn else ("was", "has no")
+            raise ConfigError(
+                f"the loader {now} sampler= or weights=, but one {was} given when the checkpoint "
+                "was written: pass the same arguments, or a different run= to paceline.join()."
+            )
+        names = {"size": "the data set's length"}
+        if drawn:
+            names = {"size": "the number of samples that the sampler draws"}
+            names["source"] = "the data set's length"
         for name, saved in (self._saved_order or {}).items():
-            own, subject = getattr(order, name), {"size": "the data set's length"}.get(name, name)
+            own, subject = getattr(order, name), names.get(name, name)
             if name == "epoch_size":
                 own, saved, subject = own is not None, saved is not None, "drop_last"
             if own != saved:
@@ -211,24 +227,28 @@ class SamplePosition:
                 "== len(loader)); if the loop doesn't train, pass train=False to the loader."
             )
 
-    def next_slice(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
+    def next_slice(
+        self, samples: int | None, weight: float | None
+    ) -> tuple[BatchSlice, Sequence[BatchSlice]]:
         """Return the slice that the next step trains, and earlier ones that it trains too.
 
         Args:
-            samples: the number of samples of which this rank's loss is the mean, or None;
-                collective if it is given.
+            samples: the number of this rank's samples, or None; collective if it is given.
+            weight: what this rank's loss is a mean over, or None: samples; collective likewise.
 
         Raises:
             ConfigError: no slice is waiting, or the numbers can't be used.
             CommError: a peer is lost or silent.
         """
         self.begun = True
+        samples = None if samples is None else _whole(samples)
+        weight = None if weight is None else _finite(weight)
         if self.measured:
             self._require_dividable(samples)
         if self.order is None and self.stream is None:
-            return self._slice_without_loader(samples), ()
+            return self._slice_without_loader(samples, weight), ()
         if self.repeats:
-            return self._repeated(samples), ()
+            return self._repeated(samples, weight), ()
         if not self.waiting:
             raise ConfigError(
                 "world.step() was called without a batch: call it once for each batch of the "
@@ -236,9 +256,44 @@ class SamplePosition:
                 "in one step, use no_sync()."
             )
         *earlier, last = self.waiting
-        if samples is not None:
-            return replace(last, fraction=samples / sum(self._exchange_counts(samples))), earlier
-        return (self._accumulated(last) if earlier else last), earlier
+        if samples is None and weight is None:
+            self._require_all_collated()
+            return (self._accumulated(last) if earlier else last), earlier
+        if earlier:
+            self._require_no_placeholder(last)
+        return self._weighted(last, samples, weight), earlier
+
+    def _weighted(self, last: BatchSlice, samples: int | None, weight: float | None) -> BatchSlice:
+        """Return a slice of the loader with the weight that the script gives; collective."""
+        if last.first == last.last:  # a placeholder, which is no sample
+            samples = None if samples is None else 0
+            weight = None if weight is None else 0.0
+        fraction, _ = self._exchange(samples, weight)
+        left_out = last.skipped
+        if samples is not None and not (len(self.waiting) > 1):
+            left_out = max(0, last.last - last.first - samples)
+        return replace(last, fraction=fraction, skipped=left_out, basis=_basis(samples, weight))
+
+    def _require_all_collated(self) -> None:
+        """Require that collation has left no sample out, where the loader's counts are used."""
+        for one in self.waiting:
+            if one.skipped:
+                given = one.last - one.first
+                raise ConfigError(
+                    f"the batch of step {one.number} on rank {one.rank} has {one.count} of the "
+                    f"{many(given, 'sample')} that collate_fn was given: pass the number that is "
+                    "left, world.step(samples=len(x)), on all ranks. Where a batch isn't a list "
+                    "of samples, such as one of packed tokens, pass what its loss is a mean over, "
+                    "world.step(weight=…)."
+                )
+
+    def _require_no_placeholder(self, last: BatchSlice) -> None:
+        """Require samples on all ranks in each of several batches that a step trains."""
+        if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
+            raise ConfigError(
+                f"in the step that ends at position {last.last}, one of the accumulated batches "
+                "has no sample for some rank: give that batch a world.step() of its own."
+            )
 
     def _require_dividable(self, samples: int | None) -> None:
         """Require batches that Paceline's loader divides, as shares by measured speed need."""
@@ -270,18 +325,22 @@ class SamplePosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        order = None if self.order is None else asdict(self.order)
+        order = None if self.order is None else self.order.facts()
         stream = {} if self.stream is None else {"stream": dict(self.stream)}
         sums = {"sums": list(self._sums)} if self._sums else {}
-        return {"taken": self._taken, "order": order, **stream, **sums}
+        drawn = {}
+        if isinstance(self.order, DrawnOrder):
+            drawn = {"drawn": self.order.draws.state_dict()}
+        return {"taken": self._taken, "order": order, **stream, **sums, **drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._taken, self._saved_order = state["taken"], state["order"]
         self._saved_stream = state.get("stream")
         self._saved_sums = state.get("sums", ())
+        self.saved_draw = state.get("drawn") or None
 
-    def _repeated(self, samples: int | None) -> BatchSlice:
+    def _repeated(self, samples: int | None, weight: float | None) -> BatchSlice:
         """Return the last step's slice, which another model's step trains too."""
         assert self._trained is not None
         if self._saved:
@@ -290,10 +349,9 @@ class SamplePosition:
                 "would leave out the second one: call it before the first step of a batch, or "
                 "after its last."
             )
-        if samples is not None:
-            counts = self._exchange_counts(samples)
-            return replace(self._trained, fraction=samples / sum(counts))
-        return self._trained
+        if samples is None and weight is None:
+            return self._trained
+        return self._weighted(self._trained, samples, weight)
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""
@@ -318,7 +376,7 @@ class SamplePosition:
         local = sum(each.count for each in self.waiting)
         return replace(last, fraction=local / sum(each.global_count for each in self.waiting))
 
-    def _slice_without_loader(self, samples: int | None) -> BatchSlice:
+    def _slice_without_loader(self, samples: int | None, weight: float | None) -> BatchSlice:
         """Return this rank's positions of the endless epoch; ranks take them in rank order."""
         if self._saved_order is not None or self._saved_stream is not None:
             raise ConfigError(
@@ -327,20 +385,90 @@ class SamplePosition:
                 "paceline.join()."
             )
         rank, world_size = self._run.rank_and_size()
-        counts = [1] * world_size if samples is None else self._exchange_counts(samples)
-        number, cuts = self.position.number, tuple(accumulate(counts, initial=self._taken))
+        counts = [1] * world_size
+        fraction = None
+        if samples is not None or weight is not None:
+            fraction, given = self._exchange(samples, weight)
+            counts = counts if samples is None else given
+        number = self.position.number
+        cuts = tuple(accumulate(counts, initial=self._taken))
         self._next_taken = cuts[-1]
-        return BatchSlice(epoch=0, step=number, steps=number + 1, rank=rank, cuts=cuts)
+        return BatchSlice(
+            epoch=0,
+            step=number,
+            steps=number + 1,
+            rank=rank,
+            cuts=cuts,
+            fraction=fraction,
+            basis=_basis(samples, weight),
+        )
 
-    def _exchange_counts(self, samples: int) -> list[int]:
-        """Return the numbers of samples of all ranks; collective."""
-        if samples < 0:
-            raise ConfigError(f"samples is {samples}; it must be at least 0.")
-        what = "the ranks' numbers of samples"
-        received = gather_counts(self._run.context.communicator, samples, what)
-        if not sum(received):
-            raise ConfigError("samples is 0 on all ranks: a step needs at least one sample.")
-        return received
+    def _exchange(self, samples: int | None, weight: float | None) -> tuple[float, list[int]]:
+        """Return this rank's weight of all ranks' 1, and their numbers of samples; collective.
+
+        Raises:
+            ConfigError: some ranks give `samples` or `weight` and others don't, or all give 0.
+            CommError: a peer is lost or silent.
+        """
+        own = [_NOT_GIVEN if one is None else float(one) for one in (samples, weight)]
+        what = "the ranks' samples= and weight= of world.step()"
+        rows = gather_numbers(self._run.context.communicator, own, what)
+        counts = [row[0] for row in rows]
+        weights = [row[1] for row in rows]
+        for name, values in (("samples", counts), ("weight", weights)):
+            ranks = [rank for rank, value in enumerate(values) if value == _NOT_GIVEN]
+            if 0 < len(ranks) < len(values):
+                raise ConfigError(
+                    f"world.step({name}=…) wasn't given on rank {ranks[0]}, but on other ranks: "
+                    "give it on all ranks, 0 where a rank has nothing to train, or on none."
+                )
+        name = "samples" if weight is None else "weight"
+        of_ranks = counts if weight is None else weights
+        total = math.fsum(of_ranks)
+        if not total:
+            raise ConfigError(
+                f"{name} is 0 on all ranks: a mean over nothing has no gradient. Leave such a "
+                "batch out on all ranks: call no world.step() for it."
+            )
+        return of_ranks[self._run.rank_and_size()[0]] / total, [int(count) for count in counts]
+
+
+_NOT_GIVEN = -1.0  # what a rank sends in place of a number
+
+
+def _basis(samples: int | None, weight: float | None) -> str:
+    """Return the name of what defines a slice's weight; "" if the loader does."""
+    if weight is not None:
+        return "weight"
+    return "" if samples is None else "samples"
+
+
+def _whole(samples: object) -> int:
+    """Return a number of samples; raise ConfigError if it is none."""
+    try:
+        number = operator.index(samples)  # type: ignore[arg-type]  # that is what is asked
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(
+            f"samples is {samples}; it must be a whole number, at least 0. Pass what the loss is "
+            "a mean over, the sum of class weights, say, as weight=."
+        )
+    return number
+
+
+def _finite(weight: object) -> float:
+    """Return a weight as a number; raise ConfigError if it can't be one."""
+    try:
+        number = float(weight)  # type: ignore[arg-type]  # a tensor of one element has one
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ConfigError(
+            f"weight is {weight}; it must be a finite number, at least 0: what this rank's loss "
+            "is a mean over, such as the number of its tokens."
+        )
+    return number
 
 
 def _parts(batch: BatchSlice) -> list[Fraction]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -151,9 +152,9 @@ class ScriptLoop:
         """The number of the active step, or of the last one; 0 before the first one."""
         return max(0, self._position.position.number - (self._repeats or not self._in_step))
 
-    def step(self, samples: int | None) -> AbstractContextManager[ActiveStep]:
+    def step(self, samples: int | None, weight: float | None) -> AbstractContextManager[ActiveStep]:
         """Make a step; as `World.step`."""
-        step = self._step(samples)
+        step = self._step(samples, weight)
         return self._interruptible(step) if self._end.interactive else step
 
     @contextmanager
@@ -162,7 +163,7 @@ class ScriptLoop:
             yield active
 
     @contextmanager
-    def _step(self, samples: int | None) -> Iterator[ActiveStep]:
+    def _step(self, samples: int | None, weight: float | None) -> Iterator[ActiveStep]:
         if self._position.several and self.rollback.error is not None:
             with suppress(CommError):  # a peer was lost in an earlier step of the same batch
                 yield ActiveStep()
@@ -171,7 +172,7 @@ class ScriptLoop:
             steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
             try:
                 self._repeats = repeats = self._position.repeats
-                batch_slice, earlier = self._position.next_slice(samples)
+                batch_slice, earlier = self._position.next_slice(samples, weight)
                 self._fix_meters(steps)
                 if not self.begun:
                     self._begin()
@@ -226,6 +227,7 @@ class ScriptLoop:
                     if another and self._position.position.step > 0:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
+                    self._draw_order()
                     self.steps.take_snapshot()
                     self._compare_evaluations()
                 break
@@ -235,12 +237,19 @@ class ScriptLoop:
                 self.rollback.enter_here(error)
         if not self._position.iterating:
             self._position.begin_iteration()
+            self._draw_order()
         return self.rollback.continue_steps()
 
     @property
     def least(self) -> int:
         """The smallest number of samples of a rank's slice that isn't empty."""
         return self._small.least
+
+    def _draw_order(self) -> None:
+        """Let all ranks have the order of the epoch that begins, where a sampler draws it."""
+        order = self._position.order
+        if isinstance(order, DrawnOrder):
+            order.draws.draw(self._position.epoch, self._run.context.communicator)
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -258,10 +267,17 @@ class ScriptLoop:
             return None
         return self.steps.speeds.present_shares()
 
-    def queue_slice(self, batch_slice: BatchSlice) -> None:
-        """Queue a slice for the next step, which may train later ones too."""
+    def queue_slice(self, batch_slice: BatchSlice, found: int) -> None:
+        """Queue a slice for the next step, which may train later ones too.
+
+        Args:
+            batch_slice: the slice.
+            found: the number of samples that its batch has after collation.
+        """
         if not self._position.waiting:
             self.meters.clear()  # of a step that was not made
+        if batch_slice.count > found:
+            batch_slice = replace(batch_slice, skipped=batch_slice.count - found)
         self._position.waiting.append(batch_slice)
         if self.steps is not None and self.replica is not None:
             self.steps.seed(batch_slice.number)

@@ -39,6 +39,7 @@ from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, save_after
 from paceline.cluster.supervision.worker import declare_survivable, reporting_lost_supervisor
 from paceline.comm.communicator import require_same_call, total
+from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
@@ -48,6 +49,7 @@ from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.first_steps import FirstSteps
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import NextGeneration
@@ -138,18 +140,29 @@ class World:
         """
         return self._position.position.number
 
-    def step(self, samples: int | None = None) -> AbstractContextManager[ActiveStep]:
+    def step(
+        self, samples: int | None = None, *, weight: float | None = None
+    ) -> AbstractContextManager[ActiveStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
         part of the global batch. The loader's batch defines that part. Without a loader of
-        Paceline all ranks have the same weight, or the weights that `samples` defines.
+        Paceline all ranks have the same weight. `samples` and `weight` define other weights.
+        Give each on all ranks or on none.
 
         Args:
-            samples: the number of samples of which this rank's loss is the mean. Give it on all
-                ranks or on none. A rank with 0 needs no forward and backward; if the loop changes
-                gradients, all ranks call `reduce()` first. With `sync_bn` a rank with 0 still runs
-                both, on any samples, because the layers exchange within them.
+            samples: the number of samples of this rank's batch, of which its loss is the mean: what
+                the ledger counts. Of a loader's batch, samples that are missing count as skipped.
+                A rank with 0 needs no forward and backward; if the loop changes gradients, all
+                ranks call `reduce()` first. With `sync_bn` a rank with 0 still runs both, on any
+                samples, because the layers exchange within them.
+            weight: what this rank's loss is a mean over, where that isn't samples: the number of
+                tokens that aren't padding, of pixels that aren't masked, or the sum of the class
+                weights of the labels. Finite, at least 0. A rank with 0, whose loss may be NaN,
+                trains nothing, as with samples=0; its samples don't count in the statistics of
+                `sync_bn` either. Of several batches that a step accumulates, it is the sum. With
+                sync="average" it is by what the step counts in the merge, and a rank with 0 makes
+                no update.
 
         Yields:
             the step; after the block, its `done` tells whether it was made.
@@ -162,7 +175,7 @@ class World:
             KeyboardInterrupt: in a notebook, the cell was interrupted; the step is made, unless it
                 takes longer than 1.5 seconds from there.
         """
-        return self._loop.step(samples)
+        return self._loop.step(samples, weight)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later pass outside exchanges the sum.
@@ -578,6 +591,17 @@ class World:
             measured=self._position.measured,
             report=self._report,
         )
+        first_steps = None
+        if self.world_size > 1:
+            first_steps = FirstSteps(
+                self._run,
+                self._position.position,
+                list(dict.fromkeys(pair.model for pair in pairs)),
+                self._report,
+                gpu=session.device.type == "cuda",
+                averaged=averaged,
+            )
+            self._bound.callback(first_steps.close)
         steps = Steps(
             replica,
             self._run,
@@ -593,6 +617,7 @@ class World:
             next_generation=self._next_generation,
             durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
+            first_steps=first_steps,
         )
         self._loop.use(steps)
 
@@ -658,6 +683,8 @@ class World:
         refuse_missing(self._pairs, self._start.state)
         if steps.speeds is not None and order is not None:
             steps.speeds.batch_size = order.batch_size
+        if steps.first_steps is not None:
+            steps.first_steps.divided = order is not None
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
         steps.recovery.record_start(
@@ -668,6 +695,7 @@ class World:
             batch=order and order.batch_size,
             model=", ".join(pair.name for pair in self._pairs if pair.scope.first),
             device=self.device.type,
+            **({"drawn": True} if isinstance(order, DrawnOrder) else {}),
         )
         self._start = replace(self._start, state=None)
         link = self._session.link

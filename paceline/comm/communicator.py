@@ -202,6 +202,23 @@ def gather_counts(communicator: Communicator, count: int, operation: str) -> lis
     return CountsTicket(communicator, count).wait(operation)
 
 
+def gather_numbers(
+    communicator: Communicator, numbers: Sequence[float], operation: str
+) -> list[list[float]]:
+    """Return each rank's `numbers`, as many on all ranks, on all ranks; collective.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    if communicator.world_size == 1:
+        return [list(numbers)]
+    rows = torch.zeros(communicator.world_size, len(numbers), dtype=torch.float64)
+    rows[communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
+    communicator.all_reduce(rows).wait(operation)  # with zeros: exact
+    gathered: list[list[float]] = rows.tolist()
+    return gathered
+
+
 class CountsTicket:
     """Handle of each rank's count, which is on its way to all ranks; making it is collective.
 

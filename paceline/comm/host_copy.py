@@ -38,6 +38,11 @@ class HostCopy:
         else:
             self._copy = tensor.detach().clone()
 
+    @property
+    def done(self) -> bool:
+        """Whether `values` would return at once."""
+        return self._event is None or bool(self._event.query())
+
     def values(self, limit: float, operation: str, wait: WaitLimit | None = None) -> list[Any]:
         """Return the values, nested as the tensor's `tolist` returns them.
 

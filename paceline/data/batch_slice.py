@@ -17,7 +17,8 @@ class BatchSlice:
         cuts: the shares of all ranks, as positions in the epoch's order: rank r has the positions
             cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.
-        fraction: the slice's weight in the global batch; None: its fraction of the samples.
+        fraction: the weight of its mean loss in the global one; None: its fraction of the samples.
+        basis: what a script has given as the base of the weight: "samples", "weight", or "".
         least: the number of samples of a placeholder, where the batch has as many.
         run_number: the number of the step in the run, where epochs have no fixed number of steps.
     """
@@ -30,6 +31,7 @@ class BatchSlice:
     skipped: int = 0
     fraction: float | None = None
     least: int = 1
+    basis: str = ""
     run_number: int | None = None
 
     @property

@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -34,7 +35,7 @@ from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Indices, Order
 from paceline.data.result_queue import as_context
-from paceline.data.seeded_dataset import MapStyle, SeededDataset
+from paceline.data.seeded_dataset import AskedSample, MapStyle, SeededDataset
 from paceline.errors import ConfigError, DataError
 
 _END = object()  # after the last batch
@@ -46,7 +47,7 @@ class MappedLoader:
 
     Args:
         dataset: map-style data set, whose samples are numbered from 0 to its length - 1.
-        order: the order of the samples in each epoch; its `size` must be the data set's length.
+        order: the order of the samples in each epoch; its `records` must be the data set's length.
         rank_and_size: returns this rank, and the number of ranks that share a global batch; asked
             when an epoch begins.
         shares: returns the proportions in which the ranks divide the global batch of a step, by the
@@ -110,7 +111,7 @@ class MappedLoader:
             DataError: a worker process ended, or took too long, or a batch can't be sent from it.
                 What the data set itself raises comes through as it is.
         """
-        self._dataset.require_length(self._order.size)
+        self._dataset.require_length(self._order.records)
         rank_and_size, order = self._rank_and_size(), self._order
 
         def place_of(step: int) -> BatchSlice:
@@ -118,7 +119,7 @@ class MappedLoader:
             return order.place(epoch, step, *rank_and_size, shares, self._least())
 
         workers = self._options["num_workers"]
-        asked = _Asked(order.epoch_indices(epoch), place_of, range(first_step, order.steps))
+        asked = _Asked(order, epoch, place_of, range(first_step, order.steps))
         with self._batches(asked, epoch) as batches:
             for step in range(first_step, order.steps):
                 place = place_of(step)
@@ -140,9 +141,9 @@ class MappedLoader:
         Raises:
             ConfigError, DataError: as `epoch`.
         """
-        self._dataset.require_length(self._order.size)
+        self._dataset.require_length(self._order.records)
         indices = self._order.epoch_indices(epoch)
-        asked = ([(epoch, index) for index in indices[each].tolist()] for each in positions)
+        asked = (_asked(self._order, epoch, indices[each], each) for each in positions)
         with self._batches(asked, epoch) as batches:
             while True:
                 with as_data_errors(self._options["num_workers"]):
@@ -152,10 +153,8 @@ class MappedLoader:
                 yield batch
 
     @contextmanager
-    def _batches(
-        self, asked: Iterable[list[tuple[int, int]]], epoch: int
-    ) -> Iterator[Iterator[Any]]:
-        """Open torch's DataLoader, which yields a batch of each list of (epoch, record)."""
+    def _batches(self, asked: Iterable[list[AskedSample]], epoch: int) -> Iterator[Iterator[Any]]:
+        """Open torch's DataLoader, which yields a batch of each list of samples."""
         workers = self._options["num_workers"]
         loader = DataLoader(
             self._dataset,
@@ -185,7 +184,8 @@ class _Asked:
     """Batches that torch's DataLoader is asked for, as its batch sampler.
 
     Args:
-        indices: the records of the epoch in their order, shape (samples,).
+        order: the order of the samples.
+        epoch: the epoch's number.
         place_of: returns this rank's present slice of a step's batch.
         steps: the steps to ask for.
 
@@ -194,23 +194,27 @@ class _Asked:
     """
 
     def __init__(
-        self, indices: Indices, place_of: Callable[[int], BatchSlice], steps: range
+        self, order: Order, epoch: int, place_of: Callable[[int], BatchSlice], steps: range
     ) -> None:
-        self._indices, self._place_of, self._steps = indices, place_of, steps
+        self._order = order
+        self._indices = order.epoch_indices(epoch)
+        self._place_of = place_of
+        self._steps = steps
         self.places: deque[BatchSlice] = deque()
         self._next = steps.start
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[AskedSample]]:
         return self
 
-    def __next__(self) -> list[tuple[int, int]]:
-        """Ask for the next step's batch: (epoch, record) of each sample."""
+    def __next__(self) -> list[AskedSample]:
+        """Ask for the next step's batch."""
         if self._next >= self._steps.stop:
             raise StopIteration
         place = self._place_of(self._next)
         self._next += 1
         self.places.append(place)
-        return [(place.epoch, index) for index in self._indices[place.computed].tolist()]
+        places = np.arange(place.computed.start, place.computed.stop)
+        return _asked(self._order, place.epoch, self._indices[place.computed], places)
 
     def require(self, place: BatchSlice) -> None:
         """Ask again from a step on, if its batch was asked for with other shares."""
@@ -218,12 +222,19 @@ class _Asked:
             self._next = place.step
 
 
+def _asked(order: Order, epoch: int, indices: Indices, places: Indices) -> list[AskedSample]:
+    """Return what the data set is asked for of samples at some positions of an epoch's order."""
+    keys = order.transform_keys(indices, places)
+    return [(epoch, index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+
+
 def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"{name} makes its own batches, and every rank would get all of them: pass its data "
-            "set (loader.dataset); Paceline makes the batches."
+            "set (loader.dataset), and its sampler, if it isn't torch's default, as sampler=; "
+            "Paceline makes the batches."
         )
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not numbered:
@@ -233,9 +244,9 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
             "your own DataLoader and make each step with world.step(samples=n), where n is the "
             "number of samples in this rank's batch."
         )
-    if len(dataset) != order.size:
+    if len(dataset) != order.records:
         raise ConfigError(
-            f"{name} has {len(dataset)} samples, but the order has {order.size}: make the order "
+            f"{name} has {len(dataset)} samples, but the order has {order.records}: make the order "
             "with the data set's length."
         )
     if num_workers < 0:

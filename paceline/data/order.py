@@ -14,8 +14,9 @@ An order is a sort by random keys, words of `splitmix`, one a record.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,11 @@ class Order:
             raise ConfigError(f"epoch_size is {self.epoch_size}; it must be at least 1")
 
     @property
+    def records(self) -> int:
+        """The number of records of the source."""
+        return self.size
+
+    @property
     def samples(self) -> int:
         """Count the samples of an epoch."""
         return self.size if self.epoch_size is None else min(self.epoch_size, self.size)
@@ -78,6 +84,19 @@ class Order:
         # No two words of a stream are equal, so that any sort gives the same order.
         keys = splitmix.stream(splitmix.base(self.seed, _ORDER, epoch), self.size)
         return np.argsort(keys)[: self.samples].astype(np.int64, copy=False)
+
+    def transform_keys(self, indices: Indices, places: Indices) -> Indices:
+        """Return what a sample's random transforms in an epoch depend on, shape (n,).
+
+        Args:
+            indices: (n,) the samples' records.
+            places: (n,) their positions in the epoch's order.
+        """
+        return indices
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint has of it, by name."""
+        return asdict(self)
 
     def place(
         self,

@@ -24,6 +24,10 @@ from paceline.errors import ConfigError
 _TRANSFORM = 4  # a purpose beside those of the order and of made-up images
 
 
+AskedSample = tuple[int, int, int]
+"""Epoch, number of the sample, and what its random transforms depend on besides the epoch."""
+
+
 class MapStyle(Protocol):
     """Protocol of a map-style data set: `__getitem__` and `__len__`."""
 
@@ -59,7 +63,7 @@ class SeededDataset(Dataset[Any]):
                 "evaluation, make a new loader."
             )
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, places: Sequence[AskedSample]) -> list[Any]:
         """Make the samples of a batch, each with its own CPU random streams.
 
         A `DataLoader` calls this method once per batch, where a data set has it. The random streams
@@ -67,14 +71,14 @@ class SeededDataset(Dataset[Any]):
         """
         ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
-            return [self._make(epoch, index) for epoch, index in places]
+            return [self._make(*place) for place in places]
         finally:
             random.setstate(ours)
             np.random.set_state(numpys)
             torch.set_rng_state(torchs)
 
-    def _make(self, epoch: int, index: int) -> Any:
-        seed = splitmix.base(self._seed, _TRANSFORM, epoch, index)
+    def _make(self, epoch: int, index: int, key: int) -> Any:
+        seed = splitmix.base(self._seed, _TRANSFORM, epoch, key)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)

@@ -78,7 +78,7 @@ class Stream:
         try:
             while True:
                 seed = splitmix.base(self.seed, _IN_PROCESS, epoch, rank, number)
-                with as_data_errors(self.num_workers), _seeded(seed):
+                with as_data_errors(self.num_workers), seeded(seed):
                     if batches is None:
                         batches = _started(loader)
                     batch = next(batches, None)
@@ -103,7 +103,7 @@ def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[i
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed the process's CPU random streams inside, and restore the caller's."""
     ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)

@@ -74,6 +74,7 @@ _IF_MEASURED = (
     *("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms", "check_ms", "waits_ms"),
     *("sent", "received", "wait_input_ms"),
 )
+_IF_GIVEN = {"step": _IF_MEASURED, "run": ("drawn",)}
 _NAME = re.compile(r"events\.(?:rank(?P<rank>\d+)|(?P<id>.+-(?P<number>\d+)))\.jsonl")
 
 
@@ -99,8 +100,8 @@ class EventFile(LineFile):
             PeerLost: a result isn't written, because this process may be outside the world.
         """
         if name in FIELDS:
-            measured = (key for key in _IF_MEASURED if key in fields) if name == "step" else ()
-            names = (*FIELDS[name], *measured) or fields
+            optional = (key for key in _IF_GIVEN.get(name, ()) if key in fields)
+            names = (*FIELDS[name], *optional) or fields
             values = {key: _json(fields[key]) for key in names}
             line = json.dumps({"event": name, **values}, allow_nan=False)
             self.write(line, self._check if is_result(name, fields) else None)

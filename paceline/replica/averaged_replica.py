@@ -144,7 +144,8 @@ class AveragedReplica:
 
         Args:
             number: its number.
-            weight: local samples / global samples; with 0 the update changes nothing.
+            weight: by which the step counts in the merge, of all workers' 1; by default local
+                samples / global samples. With 0 the update changes nothing.
             samples: global samples.
 
         Raises:

@@ -25,10 +25,13 @@ _lock = threading.Lock()
 class BackwardWatcher(Protocol):
     """Protocol of what looks at backward passes before they run."""
 
-    def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
+    def before_backward(
+        self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
+    ) -> None:
         """Look at a backward pass that is about to begin in this thread.
 
         Args:
+            outputs: tensors and edges that are differentiated.
             inputs: tensors and edges with respect to which `torch.autograd.grad` returns gradients;
                 empty where gradients are accumulated in `.grad`.
             create_graph: whether the gradients can be differentiated.
@@ -71,7 +74,7 @@ def _showing(plain: Callable[..., Any]) -> Callable[..., Any]:
         with _lock:
             watchers = list(_watchers)
         for watcher in watchers:
-            watcher.before_backward(asked, create_graph=create_graph)
+            watcher.before_backward(outputs, asked, create_graph=create_graph)
         return plain(outputs, gradients, retain, create_graph, inputs, *args, **kwargs)
 
     run._shows_calls = True  # type: ignore[attr-defined]

@@ -222,9 +222,14 @@ class Replica:
 
     @contextmanager
     def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step; `weight` is local samples / global samples, and `samples` are the latter.
+        """Run a step.
 
         A block that ends without `optimizer.step()` ends the step without an update.
+
+        Args:
+            number: its number.
+            weight: of this rank's gradient in the sum; by default local samples / global samples.
+            samples: global samples.
 
         Raises:
             ConfigError: the block broke a rule of the exchange; names the remedy.
@@ -255,10 +260,13 @@ class Replica:
         if self._buffers is not None:
             self._buffers.send()
 
-    def before_backward(self, inputs: Sequence[object], *, create_graph: bool) -> None:
+    def before_backward(
+        self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
+    ) -> None:
         """Look at a backward pass before it runs, in the thread of the replica's steps.
 
         Args:
+            outputs: what is differentiated.
             inputs: with respect to which gradients are returned; empty where they accumulate.
             create_graph: whether the gradients can be differentiated.
 

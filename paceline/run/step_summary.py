@@ -63,6 +63,7 @@ class StepSummary:
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
+        seen: what the ranks have seen in it, as `FirstSteps` arranges it; () after the first steps.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepSummary:
     same_state: bool = True
     check_interval: int = 0
     times: tuple[float, ...] = ()
+    seen: tuple[float, ...] = ()
 
 
 class StepSummaries:
@@ -130,6 +132,7 @@ class StepSummaries:
         code: int = 0,
         check_interval: int = 0,
         times: Sequence[float] = (),
+        seen: Sequence[float] = (),
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
@@ -146,10 +149,19 @@ class StepSummaries:
             check_interval: the interval between replica checks that rank 0 asks for; 0 on others.
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
+            seen: what this rank has seen, and 0 in the places of the others; as many numbers on all
+                ranks.
         """
-        marks = [*times, stop, request, *acknowledged, interval, check_interval]
+        marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, code**2]
-        pending = _Pending(step=step, sums=sums, copy=HostCopy(sums), marks=marks, timed=len(times))
+        pending = _Pending(
+            step=step,
+            sums=sums,
+            copy=HostCopy(sums),
+            marks=marks,
+            timed=len(times),
+            seen=len(seen),
+        )
         self._pending.append(pending)
         if self._reports is not None:
             pending.future = Future()
@@ -169,7 +181,8 @@ class StepSummaries:
             numbers, ranks = self._numbers(pending), self.communicator.world_size
             if pending.timed:
                 self.waited += perf_counter() - began
-            values = len(numbers) - _MARKS - pending.timed
+            timed = len(numbers) - _MARKS - pending.timed  # where the times begin
+            values = timed - pending.seen
             stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
             codes = numbers[-4:]
             yield StepSummary(
@@ -183,7 +196,8 @@ class StepSummaries:
                 checked=codes[2] > 0,
                 same_state=all_equal(codes[2], codes[3], ranks),
                 check_interval=int(check_interval),
-                times=tuple(numbers[values:-_MARKS]),
+                times=tuple(numbers[timed:-_MARKS]),
+                seen=tuple(numbers[values:timed]),
             )
 
     def end_startup(self) -> None:
@@ -251,6 +265,7 @@ class _Pending:
         copy: they, in this machine's memory.
         marks: what the host reports.
         timed: the number of times among the marks.
+        seen: the number of what the rank has seen, likewise.
         rows: (ranks, values and marks), of all ranks; gathered, because Gloo takes longer to add up
             so few numbers.
         ticket: of the gather.
@@ -262,6 +277,7 @@ class _Pending:
     copy: HostCopy
     marks: Sequence[float]
     timed: int
+    seen: int = 0
     rows: Tensor | None = None
     ticket: Ticket | None = None
     future: Future[list[float]] | None = None

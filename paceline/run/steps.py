@@ -32,6 +32,7 @@ from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
+from paceline.run.first_steps import FirstSteps
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import NextGeneration, Recovery
@@ -68,6 +69,7 @@ class Steps:
         next_generation: called when a peer is lost; without it, the run ends then.
         durable: restores the durable state, where the next generation starts from that.
         speeds: measures the ranks' speeds; None: they aren't measured.
+        first_steps: looks at the first steps of a script's loop; None: nothing does.
 
     Attributes:
         position: the run's position.
@@ -91,8 +93,10 @@ class Steps:
         next_generation: NextGeneration | None = None,
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
+        first_steps: FirstSteps | None = None,
     ) -> None:
         self.speeds = speeds
+        self.first_steps = first_steps
         self._snapshots = snapshots
         self._check = snapshots.check
         self._replica, self.run = replica, run
@@ -139,6 +143,8 @@ class Steps:
         self._check.begin_generation(self.position.number)
         if self.speeds is not None:
             self.speeds.begin_generation()
+        if self.first_steps is not None:
+            self.first_steps.begin_generation()
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
@@ -220,6 +226,8 @@ class Steps:
                 self._boundary(number)
             self._seed_streams(_IN_STEP, number)
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
+            if self.first_steps is not None:
+                self.first_steps.begin(number)
             with span("train"), self._replica.step(number, batch.weight, batch.global_count):
                 yield sums
             if self._replica.added_to_kept and self._checkpoints.saving:
@@ -256,6 +264,9 @@ class Steps:
         times: Sequence[float] = ()
         if self.speeds is not None and number >= self.speeds.due:
             times = self.speeds.times(batch)
+        seen: Sequence[float] = ()
+        if self.first_steps is not None:
+            seen = self.first_steps.row(batch)
         outcome, self._continued = self._replica.stepped | self._continued, 0
         self._stepped[number] = outcome
         self.run.context.summaries.send(
@@ -269,6 +280,7 @@ class Steps:
             code=code,
             check_interval=check_interval,
             times=times,
+            seen=seen,
         )
 
     def _begin_step(self, number: int) -> None:
@@ -454,6 +466,8 @@ class Steps:
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
             self._unobeyed.append(summary)
+            if summary.seen and self.first_steps is not None:
+                self.first_steps.receive(summary)
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
             if self._keeping:

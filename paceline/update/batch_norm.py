@@ -21,7 +21,8 @@ rank's own loss:
     G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
     dx = weight / std * (g - (G + x^ H) / (w_r n))
 
-So uneven shares are exact, and a rank of weight 0 (its sample is a placeholder) counts nothing.
+So uneven shares are exact, and a rank of weight 0 (its sample is a placeholder, or its loss a mean
+over nothing) counts nothing.
 Layers wait for their peers within forward and backward. Their collectives use a communicator of
 their own: on that of the buckets, ranks that complete buckets in different orders would mix them
 up. Statistics are in float32, or float64 where the input is.
@@ -99,8 +100,10 @@ class BatchShare:
     """This rank's share of the current step's global batch.
 
     Attributes:
-        weight: local samples / global samples, as in `Synchronizer.begin`; 0 if the rank's slice is
-            empty and it computes on a placeholder sample. Outside a step it is 1 on all ranks.
+        weight: of this rank's mean loss in the global one, as in `Synchronizer.begin`; by default
+            local samples / global samples. It is 0 if the rank's slice is empty, and it computes on
+            a placeholder sample, or if its loss is a mean over nothing: then its samples don't
+            count in the statistics. Outside a step it is 1 on all ranks.
         steps_begun: the number of steps begun so far.
         waited: seconds that SyncBatchNorm layers have waited for peers so far.
     """
@@ -370,7 +373,9 @@ def _input_gradient(
     As  dx = g scale - x slope + shift,  each of them (channels,).
     """
     own = layer._exchange.share.weight
-    total = layer._exchange.sum(sums * own, f"the backward of {layer._name}")
+    # A mean over nothing is NaN, and so is its gradient, which counts nothing.
+    weighted = sums * own if own > 0 else torch.zeros_like(sums)
+    total = layer._exchange.sum(weighted, f"the backward of {layer._name}")
     total = total / (count * own) if own > 0 else torch.zeros_like(total)
     inverse = (var + layer.eps).rsqrt()
     scale = inverse if weight is None else inverse * weight.to(inverse.dtype)

@@ -30,7 +30,7 @@ SIGNATURES = {
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
     "uneven='join')",
     "launch": "(function, *arguments, workers=None)",
-    "World.step": "(self, samples=None)",
+    "World.step": "(self, samples=None, *, weight=None)",
     "World.no_sync": "(self)",
     "World.reduce": "(self)",
     "World.settle": "(self)",

@@ -9,7 +9,7 @@ The samples of a batch depend on the seed and the epoch, not on the number of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, overload
 
@@ -20,6 +20,7 @@ from paceline.api.loaders.evaluation import Evaluation
 from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
 from paceline.api.world import World
 from paceline.comm.communicator import gather_bytes
+from paceline.data.drawn_order import DrawnOrder, Draws, WeightedSampler
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
@@ -35,8 +36,10 @@ class Loader(CurrentBatch):
     the iteration after one that an error or an interrupt ended continues its epoch.
     """
 
-    def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:
-        super().__init__(world, train=train)
+    def __init__(
+        self, mapped: MappedLoader, order: Order, world: World, *, train: bool, collates: bool
+    ) -> None:
+        super().__init__(world, train=train, collates=collates)
         self._mapped, self._order = mapped, order
 
     @property
@@ -77,7 +80,7 @@ class Loader(CurrentBatch):
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:
                 self._step, self._count = batch_slice.step, batch_slice.count
-                world._loop.queue_slice(batch_slice)
+                world._loop.queue_slice(batch_slice, self._found(batch, batch_slice.count))
                 yield batch
                 rollback = world._loop.rollback
                 if rollback.error is not None or rollback.moved:
@@ -132,6 +135,9 @@ def loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
     uneven: str = "join",
+    sampler: Iterable[Any] | None = None,
+    weights: Any = None,
+    batch_sampler: None = None,
 ) -> Loader: ...
 
 
@@ -149,6 +155,9 @@ def loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
     uneven: str = "join",
+    sampler: Iterable[Any] | None = None,
+    weights: Any = None,
+    batch_sampler: None = None,
 ) -> StreamLoader: ...
 
 
@@ -165,6 +174,9 @@ def loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
     uneven: str = "join",
+    sampler: Iterable[Any] | None = None,
+    weights: Any = None,
+    batch_sampler: None = None,
 ) -> Loader | StreamLoader:
     """Slice the global batches of a data set among the ranks; collective.
 
@@ -186,10 +198,18 @@ def loader(
         uneven: what ranks do when streams end unevenly: "join", go on to the end of the longest,
             where a rank whose stream has ended counts nothing; or "shortest", stop all when the
             first one ends. A map-style data set never ends unevenly.
+        sampler: draws the samples' numbers of each epoch, in place of `shuffle`; of a map-style
+            data set. Rank 0 draws them once an epoch and sends them to all. An epoch has as many
+            samples as it draws, of which two may be the same; the number stays. The ledger counts
+            the places in this order. torch's random stream, and the sampler's `generator`, are
+            seeded anew for each epoch, and `set_epoch` is called if there is one.
+        weights: (samples,) finite numbers, at least 0: in each epoch, as many samples as the data
+            set has are drawn with replacement, in proportion to them; in place of `sampler`.
+        batch_sampler: refused, because Paceline makes the batches.
 
     Raises:
-        ConfigError: the data set isn't map-style or is empty, a number is too small, or the ranks
-            or the checkpoint have other values.
+        ConfigError: the data set isn't map-style or is empty, a number is too small, the sampler
+            can't be used, or the ranks or the checkpoint have other values.
         CommError: a peer is silent.
     """
     waits = world._run.context.waits
@@ -197,6 +217,7 @@ def loader(
         world._end.require_open("paceline.loader()")
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")
+        _check_sampler(dataset, sampler, weights, batch_sampler, shuffle)
         if isinstance(dataset, IterableDataset):
             if shuffle is not None:
                 raise ConfigError(
@@ -216,13 +237,40 @@ def loader(
         size = len(dataset) if hasattr(dataset, "__len__") else 1
         if size == 0:
             raise ConfigError(f"the data set ({type(dataset).__name__}) is empty.")
-        order = Order(
-            size=size,
-            batch_size=batch_size,
-            seed=world._session.seed if seed is None else seed,
-            shuffle=train if shuffle is None else shuffle,
-            epoch_size=_full_batches(size, batch_size) if drop_last else None,
-        )
+        chosen_seed = world._session.seed if seed is None else seed
+        shuffled = train if shuffle is None else shuffle
+        if weights is not None:
+            sampler = WeightedSampler(weights, size)
+        draws = None if sampler is None else Draws(sampler, size, chosen_seed)
+        facts = {
+            "the data set's length": size,
+            "batch_size": batch_size,
+            "seed of the loader": chosen_seed,
+            "shuffle": shuffled,
+            "drop_last": drop_last,
+            "train": train,
+            "sampler": None if sampler is None else type(sampler).__name__,
+        }
+        _require_equal(world, facts)
+        order: Order
+        if draws is None:
+            order = Order(
+                size=size,
+                batch_size=batch_size,
+                seed=chosen_seed,
+                shuffle=shuffled,
+                epoch_size=_full_batches(size, batch_size) if drop_last else None,
+            )
+        else:
+            places = _draw_first(draws, world, train=train)
+            order = DrawnOrder(
+                size=places,
+                source=size,
+                batch_size=batch_size,
+                seed=chosen_seed,
+                epoch_size=_full_batches(places, batch_size) if drop_last else None,
+                draws=draws,
+            )
         loop = world._loop
         mapped = MappedLoader(
             dataset,
@@ -234,10 +282,47 @@ def loader(
             collate=collate_fn,
             pin_memory=pin_memory,
         )
-        _require_equal_orders(order, world, train=train)
         if train:
             world._position.use_order(order)
-    return Loader(mapped, order, world, train=train)
+    return Loader(mapped, order, world, train=train, collates=collate_fn is not None)
+
+
+def _check_sampler(
+    dataset: object,
+    sampler: object | None,
+    weights: object | None,
+    batch_sampler: object | None,
+    shuffle: bool | None,
+) -> None:
+    """Refuse arguments of which one leaves another without an effect."""
+    if batch_sampler is not None:
+        raise ConfigError(
+            "batch_sampler was given, but paceline.loader makes the batches, and divides them "
+            "among the ranks: pass batch_size=, and a sampler of single samples as sampler=."
+        )
+    given = [name for name, one in (("sampler", sampler), ("weights", weights)) if one is not None]
+    if len(given) > 1:
+        raise ConfigError("sampler and weights were given, which both draw the samples: pass one.")
+    if given and isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{given[0]} was given for an IterableDataset, which has its own order: choose the "
+            "samples in its __iter__, or pass a map-style data set."
+        )
+    if given and shuffle is not None:
+        raise ConfigError(
+            f"{given[0]} and shuffle were given, but {given[0]} defines the order: leave shuffle "
+            "out."
+        )
+
+
+def _draw_first(draws: Draws, world: World, *, train: bool) -> int:
+    """Draw the epoch in which the run is, unless the checkpoint has it; return its length.
+
+    Collective.
+    """
+    if train and world._position.saved_draw is not None:
+        draws.load_state_dict(world._position.saved_draw)
+    return draws.draw(world.epoch if train else 0, world._run.context.communicator)
 
 
 def _own_batch_size(batch_size: int, world: World) -> int:
@@ -275,19 +360,6 @@ def _full_batches(size: int, batch_size: int) -> int:
             f"{batch_size}: use a smaller batch_size, or drop_last=False."
         )
     return size // max(batch_size, 1) * batch_size
-
-
-def _require_equal_orders(order: Order, world: World, *, train: bool) -> None:
-    """Require the same loader on all ranks; collective."""
-    facts = {
-        "the data set's length": order.size,
-        "batch_size": order.batch_size,
-        "seed of the loader": order.seed,
-        "shuffle": order.shuffle,
-        "drop_last": order.epoch_size is not None,
-        "train": train,
-    }
-    _require_equal(world, facts)
 
 
 def _require_equal(world: World, facts: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.api.world import World
 from paceline.comm.communicator import CountsTicket
+from paceline.data.batch_count import samples_in
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
@@ -32,11 +33,17 @@ class CurrentBatch:
     Args:
         world: the world.
         train: the loader's batches are for `world.step()`.
+        collates: batches are made by a function of the script, which may leave samples out.
     """
 
-    def __init__(self, world: World, *, train: bool) -> None:
+    def __init__(self, world: World, *, train: bool, collates: bool) -> None:
         self._world, self._train = world, train
+        self._collates = collates
         self._step, self._count = 0, 0
+
+    def _found(self, batch: object, given: int) -> int:
+        """Return the number of samples of a collated batch, of those that it was given."""
+        return samples_in(batch, given) if self._collates and given else given
 
     @property
     def epoch(self) -> int:
@@ -66,7 +73,7 @@ class StreamLoader(CurrentBatch):
     """
 
     def __init__(self, stream: Stream, world: World, *, train: bool, uneven: str) -> None:
-        super().__init__(world, train=train)
+        super().__init__(world, train=train, collates=stream.collate is not None)
         self._stream, self._shortest = stream, uneven == "shortest"
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,7 +121,7 @@ class StreamLoader(CurrentBatch):
                     )
                 count, batch = 0 if own is None else own[0], known[1]
                 self._step, self._count = step, count
-                world._loop.queue_slice(batch_slice)
+                world._loop.queue_slice(batch_slice, self._found(batch, count))
                 placeholder, own = known, None if own is None else next(batches, None)
                 counts = self._exchange(own)
                 yield batch

@@ -28,12 +28,14 @@ class Extent:
         steps: steps per epoch.
         epochs: epochs of the run; None if only the script knows the number.
         batch: samples per step, over all ranks; the last step of an epoch may have fewer samples.
+        drawn: whether a sampler has drawn the samples, of which two may then be the same.
     """
 
     samples: int
     steps: int
     epochs: int | None
     batch: int
+    drawn: bool = False
 
     @property
     def total(self) -> int:

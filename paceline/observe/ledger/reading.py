@@ -159,7 +159,8 @@ class History:
             )
         names = ("samples", "steps", "batch")
         epochs = None if event["epochs"] is None else _whole(event["epochs"])
-        extent = Extent(**{name: _whole(event[name]) for name in names}, epochs=epochs)
+        drawn = bool(event.get("drawn", False))
+        extent = Extent(**{name: _whole(event[name]) for name in names}, epochs=epochs, drawn=drawn)
         unfit = min(extent.batch, extent.samples) < 1
         if unfit or extent.steps != -(-extent.samples // extent.batch):
             raise TypeError(f"{extent} is inconsistent")

@@ -1,0 +1,169 @@
+"""What is looked at in a script's first steps alone: mistakes that give a result, but another one.
+
+    the model's inputs     ranks that are given the same batches: their loader isn't divided
+    the loss's graph       a mean over labels of which the ranks have unequal numbers a sample
+
+Each rank adds what it has seen to the step's summary. Nothing is exchanged besides, nor waited for.
+Rank 0 reports each mistake once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from paceline.data.batch_slice import BatchSlice
+from paceline.errors import Message, many
+from paceline.replica.input_checksum import InputChecksum
+from paceline.replica.loss_mean import LossMean
+from paceline.replica.state.checksums import name_ranks
+from paceline.run.position import Position
+from paceline.run.run import Run
+from paceline.run.step_summary import StepSummary
+
+STEPS = 16  # of a generation, that are looked at
+_ALIKE = 3  # steps in which inputs must be the same
+_VALUES = 24  # that they must have together: a few labels may be equal by chance
+_GPU_LAG = 2  # steps until what a GPU has computed is sure to be here
+_TOLERANCE = 0.01  # of what losses are means over: a script may pass rounded numbers
+
+
+class FirstSteps:
+    """Look at the inputs and losses of a script's first steps.
+
+    Args:
+        run: the run, of several ranks.
+        position: its position.
+        models: the models, each once.
+        report: called on rank 0 with a sentence on each mistake.
+        gpu: whether a GPU computes.
+        averaged: whether the ranks' weights are averaged, so that each has its own losses.
+
+    Attributes:
+        divided: whether the batches are those of a loader that divides them among the ranks.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        position: Position,
+        models: Sequence[nn.Module],
+        report: Callable[[Message], None],
+        *,
+        gpu: bool,
+        averaged: bool,
+    ) -> None:
+        self.divided = False
+        self._run = run
+        self._position = position
+        self._report = report
+        self._lag = _GPU_LAG if gpu else 0
+        self._watched = ExitStack()
+        self._inputs = [InputChecksum(model) for model in models]
+        self._mean = LossMean()
+        self._open = True  # something is still to be found
+        self._looks_at_means = not averaged
+        self._watched.callback(self._mean.close)
+        for inputs in self._inputs:
+            self._watched.callback(inputs.close)
+        self.begin_generation()
+
+    def begin_generation(self) -> None:
+        """Look at the steps of a generation, if nothing has been found yet."""
+        self._first = self._position.number
+        self._weights: deque[tuple[int, float | None]] = deque()  # by step
+        self._seen: list[list[tuple[int, ...]]] = [[] for _ in self._inputs]  # checksums, by rank
+        self._values = [0] * len(self._inputs)
+
+    def begin(self, number: int) -> None:
+        """Begin a step."""
+        if self._open and number < self._first + STEPS:
+            self._mean.begin(number)
+            if not self.divided:
+                for inputs in self._inputs:
+                    inputs.begin(number)
+
+    def row(self, batch: BatchSlice) -> list[float]:
+        """Return what this rank adds to a step's summary: 0 for other ranks, and where unknown."""
+        size = self._run.context.group.size
+        if size == 1 or batch.number >= self._first + STEPS:
+            self.close()
+            return []
+        trusted = batch.basis == "weight" or (batch.basis and self._mean.backwards > 1)
+        known = self._looks_at_means and not trusted and batch.weight > 0
+        self._weights.append((batch.number, batch.weight if known else None))
+        self._mean.end()
+        row = [0.0] * size * (1 + len(self._inputs))
+        if len(self._weights) <= self._lag:
+            return row
+        number, weight = self._weights.popleft()
+        total = self._mean.take(number)
+        if total is not None and weight is not None:
+            row[batch.rank] = 1 + total / weight  # one more, because a rank may have no label
+        for index, inputs in enumerate(self._inputs):
+            checksum, values = inputs.take(number)
+            row[size * (1 + index) + batch.rank] = float(checksum)
+            self._values[index] += min(values, _VALUES // _ALIKE)
+        return row
+
+    def receive(self, summary: StepSummary) -> None:
+        """Take what all ranks have seen of a step."""
+        if not self._open:
+            return
+        size = self._run.context.group.size
+        number = summary.step - self._lag
+        self._compare_means(number, [each - 1 for each in summary.seen[:size] if each])
+        for index in range(len(self._inputs)):
+            checksums = summary.seen[size * (1 + index) : size * (2 + index)]
+            if all(checksums):
+                self._seen[index].append(tuple(map(int, checksums)))
+                self._compare_inputs(index)
+
+    def close(self) -> None:
+        """Look no further."""
+        self._open = False
+        self._watched.close()
+
+    def _compare_means(self, number: int, means: Sequence[float]) -> None:
+        if self._looks_at_means and means and max(means) > (1 + _TOLERANCE) * min(means):
+            self._looks_at_means = False
+            self._say(
+                Message(
+                    "the loss is a mean over labels of which the ranks have unequal numbers, in "
+                    f"step {number}: with ignore_index, or with class weights, of which the sums "
+                    "count. So the gradient depends on the number of workers. Pass what this "
+                    "rank's loss is a mean over, world.step(weight=…), on all ranks: the number "
+                    "of labels that aren't ignored, say."
+                )
+            )
+
+    def _compare_inputs(self, index: int) -> None:
+        seen = self._seen[index]
+        by_inputs: dict[tuple[int, ...], list[int]] = {}
+        for rank, checksums in enumerate(zip(*seen, strict=True)):
+            by_inputs.setdefault(checksums, []).append(rank)
+        if len(seen) < _ALIKE or self._values[index] < _VALUES or self.divided:
+            return
+        for checksums, ranks in by_inputs.items():
+            if len(ranks) > 1 and len(set(checksums)) > 1:
+                self.divided = True  # or is known not to be
+                everybody = len(ranks) == len(seen[0])
+                who = "all ranks" if everybody else name_ranks(ranks)
+                self._say(
+                    Message(
+                        f"{who} train the same samples: the model is given the same values there, "
+                        f"in each of {many(len(seen), 'step')}. Pass the data set to "
+                        "paceline.loader(), which divides the batches and takes sampler= and "
+                        "weights=, or give your own DataLoader a DistributedSampler("
+                        "dataset, world.world_size, world.rank). An IterableDataset divides its "
+                        "samples itself, by world.rank and world.world_size."
+                    )
+                )
+                return
+
+    def _say(self, note: Message) -> None:
+        if self._run.context.group.rank == 0:
+            self._report(note)

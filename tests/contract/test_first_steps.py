@@ -1,0 +1,169 @@
+"""Mistakes that a script's first steps show: the same samples on several ranks, other means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm.communicator import Communicator
+from paceline.data.order import Order
+from paceline.errors import Message
+from paceline.run.first_steps import FirstSteps
+from paceline.run.position import Position
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
+
+ORDER = Order(size=1_000, batch_size=24)
+Batch = Callable[[int, int], tuple[Tensor, Tensor]]  # of (rank, step): inputs, labels
+
+
+def train(
+    communicator: Communicator,
+    batch: Batch,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    *,
+    steps: int = 6,
+    divided: bool = False,
+    model: Any = None,
+    basis: str = "",
+) -> list[str]:
+    """Make steps, as `Steps` does; return what is reported."""
+    said: list[Message] = []
+    run, position = run_of(communicator), Position()
+    module = model() if model else nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    first = FirstSteps(run, position, [module], said.append, gpu=False, averaged=False)
+    first.divided = divided
+    summaries = run.context.summaries
+    for number in range(steps):
+        for summary in summaries.receive(before=number - 1):
+            first.receive(summary)
+        place = ORDER.place(0, number, communicator.rank, communicator.world_size)
+        first.begin(number)
+        x, y = batch(communicator.rank, number)
+        loss(module(x), y).backward()
+        row = first.row(replace(place, basis=basis))
+        summaries.send(number, torch.zeros(0).double(), stop=False, seen=row)
+    for summary in summaries.receive(before=steps):
+        first.receive(summary)
+    first.close()
+    return [str(note) for note in said]
+
+
+def seeded(seed: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=random), torch.randint(0, 3, (8,), generator=random)
+
+
+def reports(batch: Batch, world_size: int = 3, **options: Any) -> list[str]:
+    found = run_ranks(world_size, lambda c: train(c, batch, **options))
+    assert not any(found[1:])  # rank 0 alone reports
+    return found[0]
+
+
+def test_ranks_with_the_same_batches_are_reported_once() -> None:
+    (said,) = reports(lambda rank, step: seeded(step))
+    assert said.startswith("all ranks train the same samples: ")
+    assert "paceline.loader()" in said
+
+
+def test_some_ranks_with_the_same_batches_are_named() -> None:
+    (said,) = reports(lambda rank, step: seeded(100 * (rank // 2) + step), 4)
+    assert said.startswith("ranks 0 and 1 train the same samples")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda rank, step: seeded(10 * rank + step),
+        lambda rank, step: (torch.zeros(8, 4), seeded(step)[1]),
+        lambda rank, step: seeded(0),  # one batch for ever, as in a benchmark
+        lambda rank, step: (seeded(step + (step == 1) * (rank + 7)))[:2],
+        lambda rank, step: (seeded(step)[0][:1, :1].expand(1, 4) * 0 + step, seeded(step)[1][:1]),
+    ],
+    ids=["others", "zeros", "one batch", "once another", "constants"],
+)
+def test_other_batches_and_constants_are_not_reported(batch: Batch) -> None:
+    assert reports(batch) == []
+
+
+def test_batches_that_a_loader_divides_are_not_compared() -> None:
+    assert reports(lambda rank, step: seeded(step), divided=True) == []
+
+
+class Named(nn.Module):
+    """A model whose inputs are named, and of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 3)
+
+    def forward(self, batch: dict[str, Any], *, scale: float = 1.0) -> Tensor:
+        rows: Tensor = self.table(batch["ids"]).sum(1)
+        return rows * scale
+
+
+class Wrapped(nn.Module):
+    """A loop's module that gives the model a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Named()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x * 10).long().abs() % 50
+        logits: Tensor = self.inner({"ids": ids, "names": ["a"]}, scale=2.0)
+        return logits
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_inputs_of_any_form_are_compared(same: bool) -> None:
+    said = reports(lambda rank, step: seeded(step if same else 10 * rank + step), model=Wrapped)
+    assert len(said) == same
+
+
+def ignoring(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """A batch of which rank 1 ignores half of the labels."""
+    x, y = seeded(10 * rank + step)
+    y[: 4 * (rank == 1)] = -100
+    return x, y
+
+
+CLASSES = torch.tensor([1.0, 5.0, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "found"),
+    [
+        (ignoring, F.cross_entropy, True),
+        (ignoring, lambda x, y: 0.5 * F.nll_loss(x.log_softmax(1), y) + x.mean(), True),
+        (ignoring, lambda x, y: F.cross_entropy(x, y, reduction="sum") / 8, False),
+        (
+            lambda rank, step: seeded(10 * rank + step),
+            lambda x, y: F.cross_entropy(x, y, weight=CLASSES),
+            True,
+        ),
+        (lambda rank, step: seeded(10 * rank + step), F.cross_entropy, False),
+        (
+            lambda rank, step: ignoring(1, 10 * rank + step),  # half of them on all ranks
+            F.cross_entropy,
+            False,
+        ),
+    ],
+    ids=["ignore_index", "a part of it", "sum", "class weights", "samples", "as many"],
+)
+def test_a_mean_of_unequal_numbers_of_labels_is_reported(
+    batch: Batch, loss: Any, found: bool
+) -> None:
+    said = reports(batch, loss=loss)
+    assert len(said) == found
+    assert all("world.step(weight=…)" in one for one in said)
+
+
+def test_a_script_that_gives_the_weight_is_not_told() -> None:
+    assert reports(ignoring, basis="weight") == []
