@@ -56,6 +56,7 @@ def join(
     run: str | Path | None = None,
     *,
     resume: str | Path = "auto",
+    reset_optimizer: bool = False,
     checkpoint_steps: int = 0,
     checkpoint_minutes: float = 5.0,
     keep_checkpoints: int = 2,
@@ -82,6 +83,9 @@ def join(
         run: the folder for the run's events and checkpoints; with None nothing is written.
         resume: "auto" resumes from the run's newest checkpoint, if there is one; "no" begins a new
             run; anything else is the path of another run's checkpoint to start from.
+        reset_optimizer: begin the optimizers' state anew where a checkpoint is resumed from, as is
+            needed for an optimizer of another class; weights, epoch and schedules continue. A run
+            does so once, though each of its starts has this argument.
         checkpoint_steps: save every so many steps; 0: only by time and at each epoch's end.
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0: never.
         keep_checkpoints: the number of checkpoints to retain, the newest ones.
@@ -135,6 +139,7 @@ def join(
         silence("peer_timeout", peer_timeout)
         output = OutputConfig(
             resume=str(resume),
+            reset_optimizer=reset_optimizer,
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
             keep_checkpoints=keep_checkpoints,
