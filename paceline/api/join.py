@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -188,16 +189,17 @@ def _open_world(session: Session) -> World:
         require_installed(output.trackers)
     session.require_equal("versions", version_facts())  # all have closed their earlier worlds
     folder = None if path is None else RunFolder(path, shard_id=group.machine)
+    session = replace(session, folder=folder)
     if folder is not None and group.local_rank == 0:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
+        session.resources.push(partial(_leave_folder, session))
         remove_records_of_machine(folder.path, group.machine)
-        session.resources.callback(folder.close)
     given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
     session.require_equal("arguments of join()", {**session.identity, **given})
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)
-        session.resources.callback(folder.close)
+        session.resources.push(partial(_leave_folder, session))
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
@@ -235,6 +237,10 @@ def _open_world(session: Session) -> World:
         presence = RunPresence.of_member(path, group.member, report=report)
         session.resources.callback(presence.close)
     return world
+
+
+def _leave_folder(session: Session, kind: object, error: BaseException | None, _: object) -> None:
+    session.leave_folder(error)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

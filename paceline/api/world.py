@@ -499,6 +499,9 @@ class World:
         run = self._session.run
         if run is None:
             return ""
+        if error is not None and not self._loop.begun:  # nothing new to save, or to resume
+            self._session.leave_folder(error)
+            return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
     def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:

@@ -86,14 +86,15 @@ class Given:
         entry = self._entry_of(tracked)
         if not isinstance(tracked, LRScheduler) or entry is None:
             return
-        own_rates = any(isinstance(one, OneCycleLR | CyclicLR) for one in _schedules(tracked))
         known = self.entries["optimizers"][entry]["groups"]
         for given, group in zip(known, self._optimizers[entry].param_groups, strict=True):
             # Some schedules keep their arguments in the groups.
             added = _given_options(group)
             given |= {key: value for key, value in added.items() if key not in given}
-            if own_rates:
-                given["lr"] = added["lr"]
+        for one in _schedules(tracked):
+            if isinstance(one, OneCycleLR | CyclicLR):  # their arguments are the rates
+                for given, rate in zip(known, one.base_lrs, strict=True):
+                    given["lr"] = _plain(rate)
 
     def edited(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's entries with the edited values; tensors aren't copied.
