@@ -16,6 +16,7 @@ from paceline.errors import Message, PacelineError, as_flag
 _ARGUMENTS = {
     **AVERAGE_ARGUMENTS,
     **{"run_id": "run", "output_dir": "run", "use_cpu": "join(device='cpu')"},
+    "reset_optimizer": "join(reset_optimizer=True)",
     **{
         name: name
         for name in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def join(
     run: str | Path | None = None,
     *,
     resume: str | Path = "auto",
+    reset_optimizer: bool = False,
     checkpoint_steps: int = 0,
     checkpoint_minutes: float = 5.0,
     keep_checkpoints: int = 2,
@@ -85,6 +87,9 @@ def join(
         run: the folder for the run's events and checkpoints; with None nothing is written.
         resume: "auto" resumes from the run's newest checkpoint, if there is one; "no" begins a new
             run; anything else is the path of another run's checkpoint to start from.
+        reset_optimizer: begin the optimizers' state anew where a checkpoint is resumed from, as is
+            needed for an optimizer of another class; weights, epoch and schedules continue. A run
+            does so once, though each of its starts has this argument.
         checkpoint_steps: save every so many steps; 0: only by time and at each epoch's end.
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0: never.
         keep_checkpoints: the number of checkpoints to retain, the newest ones.
@@ -148,6 +153,7 @@ def join(
             require_none()
         output = OutputConfig(
             resume=str(resume),
+            reset_optimizer=reset_optimizer,
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
             keep_checkpoints=keep_checkpoints,
@@ -198,17 +204,18 @@ def _open_world(session: Session) -> World:
         require_installed(output.trackers)
     session.require_equal("versions", version_facts())  # all have closed their earlier worlds
     folder = None if path is None else RunFolder(path, shard_id=group.machine)
+    session = replace(session, folder=folder)
     if folder is not None and group.local_rank == 0:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
+        session.resources.push(partial(_leave_folder, session))
         remove_records_of_machine(folder.path, group.machine)
-        session.resources.callback(folder.close)
     given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
     given |= {"default_group": "True"} if session.default_group else {}
     session.require_equal("arguments of join()", {**session.identity, **given})
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)
-        session.resources.callback(folder.close)
+        session.resources.push(partial(_leave_folder, session))
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
@@ -248,6 +255,10 @@ def _open_world(session: Session) -> World:
         presence = RunPresence.of_member(path, group.member, report=report)
         session.resources.callback(presence.close)
     return world
+
+
+def _leave_folder(session: Session, kind: object, error: BaseException | None, _: object) -> None:
+    session.leave_folder(error)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

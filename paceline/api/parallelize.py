@@ -237,7 +237,12 @@ def _restore(pair: Pair, world: World) -> None:
     model, optimizer = pair.entries
     saved_objects: dict[str, Any] = {model: pair.model} if pair.scope.first else {}
     saved_objects[optimizer] = pair.optimizer
+    world._start.given.add_optimizer(optimizer, pair.optimizer)
     world._start.restore(saved_objects)
+    schedules = world._tracked.objects.items()  # of this optimizer: its rate may be edited
+    world._tracked.restore(
+        {name: one for name, one in schedules if getattr(one, "optimizer", None) is pair.optimizer}
+    )
     _broadcast_optimizer_state(pair.optimizer, world)
     if world._session.run is not None:
         for name, saved in saved_objects.items():

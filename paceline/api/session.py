@@ -20,8 +20,9 @@ from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.peer_waits import NO_PEERS, PeerWaits
 from paceline.config.run import OutputConfig
-from paceline.errors import CommError, many
+from paceline.errors import CommError, ConfigError, many
 from paceline.run.run import Run
+from paceline.state.run_folder import RunFolder
 from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
 
 _STORE_S = 2.0  # timeout of a store call at an end
@@ -45,6 +46,7 @@ class Session:
         interactive_signals: receives them in an interactive interpreter.
         exit_handler: reports a failure of the script.
         resources: what the world's `close` closes, in reverse order of opening.
+        folder: the run folder as this process has it locked, or None.
         link: the link to the membership; None until it is joined, and in a world of one rank.
         waits: what the peers do in steps and between them.
     """
@@ -62,8 +64,16 @@ class Session:
     exit_handler: ExitHandler
     resources: ExitStack
     default_group: bool = False
+    folder: RunFolder | None = None
     link: MemberLink | None = None
     waits: PeerWaits = NO_PEERS
+
+    def leave_folder(self, error: BaseException | None) -> None:
+        """Close the folder before the first step, for an error; a refused start leaves none."""
+        if self.folder is not None and isinstance(error, ConfigError):
+            self.folder.discard()
+        elif self.folder is not None:
+            self.folder.close()
 
     @property
     def identity(self) -> dict[str, object]:

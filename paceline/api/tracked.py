@@ -9,6 +9,7 @@ must pass the objects in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
 from paceline.state.stateful import Restorable
+from paceline.wiring import Start
+
+TRACKED = "tracked"
+"""The entry of a checkpoint."""
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -26,14 +31,14 @@ class Tracked:
     """Registry of the objects passed to `world.track()`, whose state is in checkpoints.
 
     Args:
-        saved: the objects' states in the checkpoint from which the run resumes, or None.
+        start: where the run starts: its checkpoint has the objects' states.
 
     Attributes:
         objects: the objects, by name.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None) -> None:
-        self._saved = saved
+    def __init__(self, start: Start) -> None:
+        self._start = start
         self.objects: dict[str, Restorable] = {}
 
     def add(self, named: Mapping[str, Restorable]) -> None:
@@ -45,9 +50,15 @@ class Tracked:
         """
         for name, tracked in named.items():
             self._check(name, tracked)
-            if self._saved is not None:
-                _restore(name, tracked, self._saved)
+            self._start.given.add_object(name, tracked)
+            self.restore({name: tracked})
             self.objects[name] = tracked
+
+    def restore(self, named: Mapping[str, Restorable]) -> None:
+        """Restore objects from the checkpoint, if there is one; as `add`."""
+        state = self._start.edited
+        for name, tracked in named.items() if state is not None else ():
+            _restore(name, tracked, (state or {}).get(TRACKED, {}))
 
     def begin(self) -> None:
         """Require that all states of the checkpoint are restored, and release them.
@@ -55,13 +66,14 @@ class Tracked:
         Raises:
             ConfigError: an object isn't tracked.
         """
-        missing = [name for name in self._saved or () if name not in self.objects]
+        saved = (self._start.state or {}).get(TRACKED, {})
+        missing = [name for name in saved if name not in self.objects]
         if missing:
             raise ConfigError(
                 f"the checkpoint has the state of {missing[0]}, which isn't tracked: pass the same "
                 "objects to world.track() before the first step."
             )
-        self._saved = None
+        self._start = replace(self._start, state=None)
 
     @property
     def scalers(self) -> list[GradScaler]:

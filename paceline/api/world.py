@@ -34,7 +34,7 @@ from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
-from paceline.api.tracked import Tracked
+from paceline.api.tracked import TRACKED, Tracked
 from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, save_after
 from paceline.cluster.supervision.worker import declare_survivable, reporting_lost_supervisor
@@ -61,6 +61,7 @@ from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable
 from paceline.wiring import Start
+from paceline.wiring.edits import GIVEN
 from paceline.wiring.pairs import Pair, refuse_missing
 from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.speeds import make_waited
@@ -76,7 +77,8 @@ class World:
     def __init__(self, session: Session, run: Run, start: Start) -> None:
         self._session, self._run = session, run
         self._start = start  # without the checkpoint from the first step on
-        self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
+        start.given.tracked_entry = TRACKED
+        self._tracked = Tracked(start)
         errors = CellErrors(interactive=session.interactive_signals.enabled)
         self._position = SamplePosition(start.position, run, errors)
         start.restore({"course": self._position})
@@ -548,6 +550,9 @@ class World:
         run = self._session.run
         if run is None:
             return ""
+        if error is not None and not self._loop.begun:  # nothing new to save, or to resume
+            self._session.leave_folder(error)
+            return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
     def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:
@@ -566,7 +571,7 @@ class World:
         if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
-                constant={"config": session.identity},
+                constant={"config": session.identity, GIVEN: self._start.given.entries},
                 report=print_message,
             )
             if session.link is not None:
@@ -643,6 +648,7 @@ class World:
             replicas=lambda: replicas,
             report=report,
             refusal=_refusal,
+            given=self._start.given,
         )
 
     def _report(self, note: Message) -> None:
@@ -658,7 +664,7 @@ class World:
             optimizer=first.optimizer,
             tracked=self._tracked.objects,
             saved={"course": self._position},
-            tracked_entry="tracked",
+            tracked_entry=TRACKED,
             scope=first.scope,
             entries=first.entries,
             local_buffers=first.buffers == "local",
@@ -681,6 +687,10 @@ class World:
         assert replica is not None
         self._tracked.begin()
         refuse_missing(self._pairs, self._start.state)
+        for note in self._start.given.sentences(self._start.state or {}):
+            self._run.recorder.event("note", text=as_arguments(note))
+            if self.rank == 0:
+                print_message_for_scripts(note)
         if steps.speeds is not None and order is not None:
             steps.speeds.batch_size = order.batch_size
         if steps.first_steps is not None:

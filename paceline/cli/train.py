@@ -135,7 +135,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
             )
             stack.callback(presence.close)
 
-        return supervise(
+        status = supervise(
             plan,
             [*command, "train", *argv],
             formed=formed,
@@ -143,6 +143,9 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
             open_endpoint=MachineEndpoint,
             server=[*command, "serve"] if serves and averaging.average_server == "run" else (),
         )
+        if status == ConfigError.status:
+            folder.discard()
+        return status
 
 
 def _work(config: TrainConfig, environment: WorkerEnvironment, group: Group, store: Store) -> None:

@@ -137,8 +137,12 @@ def _work(config: TrainConfig, joined: Joined) -> None:
             print_message(finished_sentence(config.world.run_id))
         return
     with closing(folder):
-        _prepare(config, joined, folder, anew=anew)
-        train(config, group, joined.store)
+        try:
+            _prepare(config, joined, folder, anew=anew)
+            train(config, group, joined.store)
+        except ConfigError:
+            folder.discard()
+            raise
         if group.local_rank == 0:
             folder.finish()
 

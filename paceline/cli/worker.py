@@ -151,8 +151,11 @@ def _options(config: TrainConfig) -> EvidenceOptions:
 
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
+    first = trainer.steps.position.number
 
     def rescue(error: BaseException | None = None) -> str:
+        if error is not None and trainer.steps.position.number == first:
+            return ""  # nothing new to save, or to resume
         first_here = trainer.steps.run.context.group.local_rank == 0
         return save_after(error, folder, trainer.steps.rescue, first_here=first_here)
 

@@ -24,6 +24,11 @@ class OutputConfig:
     """auto: resume from the run's newest valid checkpoint, if there is one. no: start a new run.
     Any other value is the path of another run's checkpoint to start from."""
 
+    reset_optimizer: bool = False
+    """Begin the optimizer's state (momenta) anew where a checkpoint is resumed from, as is needed
+    for an optimizer of another class; weights, epoch and schedule continue. A run does so once,
+    though each of its starts has this flag."""
+
     checkpoint_steps: int = 0
     """Number of steps between checkpoints; 0: save by time and at the end of epochs only."""
 

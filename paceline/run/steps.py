@@ -13,6 +13,7 @@ the same snapshots (`CheckpointSchedule`):
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +138,7 @@ class Steps:
 
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
+        self._seeded: int | None = None  # the step for which `seed` has seeded all streams
         self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -224,7 +227,12 @@ class Steps:
         with self.run.context.waits.step(number), span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
-            self._seed_streams(_IN_STEP, number)
+            word = self._seed_torch(_IN_STEP, number)
+            # What a script draws before a step, and the step itself, share these streams: they take
+            # longer to seed than torch's.
+            if self._seeded != number:
+                _seed_python(word)
+            self._seeded = None
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
             if self.first_steps is not None:
                 self.first_steps.begin(number)
@@ -313,7 +321,8 @@ class Steps:
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
-        self._seed_streams(_BEFORE_STEP, number)
+        _seed_python(self._seed_torch(_BEFORE_STEP, number))
+        self._seeded = number
 
     def end_steps(self, *, merge: bool = False) -> list[float]:
         """End an epoch's steps; return their sums, over all ranks. All ranks call it.
@@ -531,10 +540,17 @@ class Steps:
                 files.put((step, path))
                 raise
 
-    def _seed_streams(self, purpose: int, number: int) -> None:
-        """Seed a step's random streams: a function of (seed, purpose, step, rank)."""
+    def _seed_torch(self, purpose: int, number: int) -> int:
+        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank)."""
         rank = self.run.context.communicator.rank
         word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(word)
+        return word
+
+
+def _seed_python(word: int) -> None:
+    """Seed the streams of Python and numpy, which takes 5 microseconds."""
+    random.seed(word)
+    np.random.seed(word % 2**32)

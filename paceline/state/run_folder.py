@@ -52,6 +52,7 @@ _LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, pid
 LINEAGE_NAME = "lineage.json"
+_OF_START = (CONFIG_NAME, GENERATION_NAME, LINEAGE_NAME, "*.log", "events.*.jsonl", "members/*")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -62,6 +63,7 @@ class RunFolder:
         self.path, self._shard_id = path, shard_id
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
+        self._created = False
 
     def check(self, config: Mapping[str, object], *, anew: bool = False) -> None:
         """Look whether a run of this configuration may have the folder; change nothing of it.
@@ -101,6 +103,7 @@ class RunFolder:
         self._refuse_other(config)
         with explained_writes(self.path):
             try:
+                self._created = not self.path.exists()
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock(0)
                 known = _read(self.path / CONFIG_NAME)
@@ -188,7 +191,34 @@ class RunFolder:
             if last:
                 self._lock_path.unlink()
         os.close(lock)
+        if not self.begun:  # it was discarded while this process held it
+            with suppress(OSError):
+                self.path.rmdir()
         return last
+
+    def discard(self) -> None:
+        """Close the folder of a start that was refused; remove what the start has made of it.
+
+        A folder that was there before, or that has a step, stays, as do files of other names.
+        """
+        if self._created and not self._has_steps():
+            with suppress(OSError):  # the refusal is what the user must read
+                for name in _OF_START:
+                    for path in self.path.glob(name):
+                        path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
+                for folder in (self.path / "members", self.path):
+                    if folder.exists():
+                        folder.rmdir()
+        self._created = False
+        self.close()
+
+    def _has_steps(self) -> bool:
+        """Return whether a step was trained in the folder."""
+        if next(self.path.glob("checkpoints/*.pt"), None) is not None:
+            return True
+        files = self.path.glob("events.*.jsonl")
+        return any(b'"event": "step"' in events.read_bytes() for events in files)
 
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)

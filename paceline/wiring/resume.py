@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
@@ -31,6 +33,7 @@ from paceline.run.run import Run
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 from paceline.state.run_folder import record_generation, record_lineage
+from paceline.wiring.edits import GIVEN, RESET, Given, require_options
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
 from paceline.wiring.search.machine_folders import (
     Candidate,
@@ -57,6 +60,7 @@ class Start:
         notes: sentences for the user.
         ancestors: the generations from which that generation descends.
         totals: totals of the CSV log after the epochs before it.
+        given: the hyperparameters of this start, whose edits replace the checkpoint's.
     """
 
     generation: int = 0
@@ -65,6 +69,16 @@ class Start:
     notes: tuple[str, ...] = ()
     ancestors: Lineage = ()
     totals: Totals | None = None
+    given: Given = field(default_factory=Given)
+
+    @property
+    def edited(self) -> Mapping[str, Any] | None:
+        """The contents of the checkpoint, with the hyperparameters that this start edits.
+
+        Raises:
+            ConfigError: an optimizer is of another class than the checkpoint's.
+        """
+        return None if self.state is None else self.given.edited(self.state)
 
     def check_order(self, order: Order, fingerprint: str) -> None:
         """Check that the checkpoint, which may be another machine's, has the same data and batches.
@@ -89,9 +103,10 @@ class Start:
         Raises:
             ConfigError: the state is another model's or optimizer's.
         """
-        for name, part in parts.items() if self.state is not None else ():
+        state = self.edited
+        for name, part in parts.items() if state is not None else ():
             try:
-                part.load_state_dict(self.state[name])  # type: ignore[index]
+                part.load_state_dict(state[name])  # type: ignore[index]
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 reason = str(error).strip().splitlines()
                 raise ConfigError(
@@ -101,10 +116,12 @@ class Start:
                     f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}",
                     remedy=f"give the {name} that it was trained with",
                 ) from error
+            if isinstance(part, Optimizer):
+                require_options(name, part)
 
     def restore_optimizer(self, replica: AveragedReplica) -> None:
         """Restore a worker's own optimizer state, where its checkpoint is of an averaging run."""
-        state = None if self.state is None else self.state.get(exchange_entry(0))
+        state = (self.edited or {}).get(exchange_entry(0))
         if state is not None and AVERAGE in state:
             replica.restore_optimizer(state)
 
@@ -130,7 +147,7 @@ class Start:
             replica: the replica.
             pair: the index of its model and optimizer, where there are several.
         """
-        state = None if self.state is None else self.state.get(exchange_entry(pair))
+        state = (self.edited or {}).get(exchange_entry(pair))
         averages, averaged = isinstance(replica, AveragedReplica), AVERAGE in (state or {})
         if averages and self.state is not None and not averaged:
             return (
@@ -187,7 +204,8 @@ def find_start(
     run.start_at(number, ancestors=start.ancestors, start=start.position.number)
     run.record_number = partial(_record, folder)
     run.record_number(run.context.group)
-    return replace(start, generation=number, totals=totals)
+    given = Given(reset_optimizer=output.reset_optimizer)
+    return replace(start, generation=number, totals=totals, given=given)
 
 
 def check_origin(output: OutputConfig, run: Path) -> None:
@@ -290,6 +308,8 @@ def _choose(
         return Start(ancestors=ancestors)
     origin = _origin(output, group.generation.machine_of(0), records)
     state = _fetch(run, origin)
+    if GIVEN in state:  # another run's reset isn't this one's
+        state[GIVEN] = {**state[GIVEN], RESET: False}
     start = _start(state, f"Starting from {output.resume}", output.resume, notes)
     return replace(start, ancestors=ancestors)
 

@@ -45,12 +45,15 @@ from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.decoding import Decoding
+from paceline.wiring.edits import GIVEN, Given, edited_flags
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.sources import Databases, order_of
 from paceline.wiring.speeds import make_waited
+
+_NO_HYPERPARAMETERS = ("batch_size", "max_loss", "max_loss_at")  # the batch size can't be edited
 
 
 def build_trainer(
@@ -134,7 +137,9 @@ def build_trainer(
         epochs=optim.num_epochs,
         warmup_epochs=optim.warmup_epochs,
     )
+    start.given.add_optimizer("optimizer", optimizer)
     schedule = LambdaLR(optimizer, rate)
+    start.given.add_object("schedule", schedule)
     new_precision = partial(
         Precision,
         config.model.dtype,
@@ -151,8 +156,9 @@ def build_trainer(
     }
     new_rate = replace(rate)  # `rate` is a checkpoint's once that is restored
     start.restore(parts)
-    if start.origin is None and rate.epochs != optim.num_epochs:  # `rate` is the checkpoint's now
-        _extend(schedule, replace(rate, epochs=optim.num_epochs))
+    _set_rates(schedule)
+    for edit in edits_of(config, start):
+        recorder.event("note", text=edit)
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - position.number,
@@ -182,19 +188,14 @@ def build_trainer(
             save_epoch(folder, config.model.weights_name, model, best=best)
 
     output = config.output
-    writer = make_writer(config, folder, sources.train)
+    writer = make_writer(config, folder, sources.train, start.given)
     if announce is not None:
         writer.announce = announce
     snapshots = _snapshots_of(run, replica, parts, output, position, backup)
 
-    origin = start.origin
-
     def restore(entries: Mapping[str, Any]) -> None:
         restore_checkpoint(entries, snapshots.objects)
-        restored = schedule.lr_lambdas[0]
-        assert isinstance(restored, LearningRate)
-        if origin is None and restored.epochs != optim.num_epochs:
-            _extend(schedule, replace(restored, epochs=optim.num_epochs))
+        _set_rates(schedule)
 
     def beginning() -> Mapping[str, Any]:
         torch.manual_seed(optim.seed)
@@ -213,6 +214,7 @@ def build_trainer(
         folder,
         output,
         config.identity(),
+        given=start.given,
         restore=restore,
         replicas=lambda: [replica],
         report=lambda sentence: recorder.event("note", text=sentence),
@@ -276,11 +278,26 @@ def _snapshots_of(
     )
 
 
-def make_writer(config: TrainConfig, folder: Path, source: Source) -> CheckpointWriter:
+def edits_of(config: TrainConfig, start: Start) -> list[str]:
+    """Say which flags of the optimisation differ from those of the checkpoint, and replace them."""
+    if start.state is None:
+        return []
+    flags = {k: v for k, v in asdict(config.optim).items() if k not in _NO_HYPERPARAMETERS}
+    edited = edited_flags(start.state.get("config", {}), flags)
+    texts = [f"{', '.join(edited)}."] if edited else []
+    if start.given.resets(start.state):
+        texts.append("The optimizer's state begins anew, because of --reset_optimizer.")
+    return texts
+
+
+def make_writer(
+    config: TrainConfig, folder: Path, source: Source, given: Given
+) -> CheckpointWriter:
     """Make what writes checkpoints, with the data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
     order = asdict(order_of(config, len(source)))
     constant = {"config": config.identity(), "order": order, "data": source.fingerprint}
+    constant[GIVEN] = given.entries
     return CheckpointWriter(checkpoints, constant=constant)
 
 
@@ -300,9 +317,10 @@ def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWat
     )
 
 
-def _extend(schedule: LambdaLR, rate: LearningRate) -> None:
-    """Let a schedule continue with the learning rates of more epochs."""
-    schedule.lr_lambdas = [rate for _ in schedule.lr_lambdas]
-    schedule._last_lr = [base * rate(schedule.last_epoch) for base in schedule.base_lrs]
+def _set_rates(schedule: LambdaLR) -> None:
+    """Set the learning rates of the present step, which edited flags may have changed."""
+    factors = [rate(schedule.last_epoch) for rate in schedule.lr_lambdas]
+    pairs = zip(schedule.base_lrs, factors, strict=True)
+    schedule._last_lr = [base * factor for base, factor in pairs]
     for group, value in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = value

@@ -437,6 +437,31 @@ def test_the_files_of_two_runs_are_not_added_up(tmp_path: Path) -> None:
         prove((member, read_events(path)) for member, path in files)
 
 
+def test_a_prolonged_run_is_one_run_that_is_exact(tmp_path: Path) -> None:
+    """As in https://github.com/MIC-DKFZ/nnDetection/issues/247."""
+    history = RunHistory(samples=10, batch=4, epochs=1)
+    history.start(world=2, start_step=0, end_steps=[3, 3], saved=[3], ended=True)
+    history.epochs = 3
+    history.start(world=2, start_step=3, end_steps=[3, 3])
+    proof = proof_of(history, tmp_path / "begun")
+    assert proof.exact
+    assert (proof.committed, proof.extent.epochs, len(proof.accounts)) == (3, 3, 1)
+    history.start(world=1, start_step=3, end_steps=[9], ended=True)
+    proof = proof_of(history, tmp_path / "ended")
+    assert proof.exact
+    assert [account.once for account in proof.accounts] == [10, 10, 10]
+
+
+def test_a_run_of_other_batches_is_another_run_in_words(tmp_path: Path) -> None:
+    history = RunHistory(samples=10, batch=4, epochs=1)
+    history.start(world=2, start_step=0, end_steps=[3, 3], saved=[3], ended=True)
+    history.batch = 5
+    history.start(world=2, start_step=3, end_steps=[4, 4])
+    recorded = r"10 samples and 2 steps in each of 1 epoch, with 5 samples a step in generation 1"
+    with pytest.raises(DataError, match=f"Rank 0 recorded {recorded}, but .*: give the folders"):
+        proof_of(history, tmp_path)
+
+
 def test_files_that_end_before_a_run_began_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No rank has written the start of a run"):
         prove([(FIRST, [])])

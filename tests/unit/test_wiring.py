@@ -135,7 +135,7 @@ def test_more_epochs_of_a_run_have_their_own_schedule(tmp_path: Path, origin: st
     state["position"] = {"epoch": 1, "step": 0, "number": 4, "sums": [], "best": None}
     start = build.Start(state=state, origin=origin)
     longer = trainer_of(tmp_path, "--lr_policy", "cosine", start=start)
-    whole = rates(trainer_of(tmp_path, "--lr_policy", "cosine") if origin is None else short)
+    whole = rates(trainer_of(tmp_path, "--lr_policy", "cosine"))
     assert rates(longer) == whole
     groups = longer.optimizer.param_groups
     assert [group["lr"] for group in groups] == longer.schedule.get_last_lr() == [whole[4]] * 2

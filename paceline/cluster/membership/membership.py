@@ -11,11 +11,11 @@ next communication, which the interrupt ends with an error.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from random import SystemRandom
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -447,7 +447,7 @@ class Membership:
         own = first == self._member.id
         if self._watch.suspicions:
             delay = 0.0
-        self._vote.propose_in(delay if own else delay + _TURN_S * random.uniform(1, 2))
+        self._vote.propose_in(delay if own else delay + _TURN_S * SystemRandom().uniform(1, 2))
 
     def _end(self, peer: str, body: dict[str, Any]) -> None:
         """Take part in the run's end, and pass the request on to this machine's supervisor.

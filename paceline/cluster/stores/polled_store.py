@@ -11,11 +11,11 @@ A missing key is waited for by asking again, at intervals that grow from 1 to 50
 
 from __future__ import annotations
 
-import random
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from random import SystemRandom
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -189,7 +189,7 @@ class CompareAndSetStore(PolledStore):
                     f"{key} couldn't be changed within {self.limit:g} s: other processes kept "
                     "changing it."
                 )
-            time.sleep(random.uniform(0, 0.002))
+            time.sleep(SystemRandom().uniform(0, 0.002))
 
     def add(self, key: str, value: int) -> int:
         return int(self.update(key, lambda old: str(int(old or b"0") + value).encode()))

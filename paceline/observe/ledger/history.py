@@ -14,9 +14,10 @@ These types hold what the lines say, right or wrong; `proof` checks it.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.cluster.membership.lineage import Lineage
+from paceline.errors import many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class Extent:
     Attributes:
         samples: samples per epoch.
         steps: steps per epoch.
-        epochs: epochs of the run; None if only the script knows the number.
+        epochs: epochs of the run, in its start with the most; None if only the script knows the
+            number.
         batch: samples per step, over all ranks; the last step of an epoch may have fewer samples.
         drawn: whether a sampler has drawn the samples, of which two may then be the same.
     """
@@ -36,6 +38,21 @@ class Extent:
     epochs: int | None
     batch: int
     drawn: bool = False
+
+    def prolonged(self, other: Extent) -> Extent | None:
+        """Return the extent of both starts: that of more epochs; None if they are of two runs."""
+        if replace(self, epochs=None) != replace(other, epochs=None):
+            return None
+        if self.epochs is None or other.epochs is None:
+            return self if self == other else None
+        return self if self.epochs >= other.epochs else other
+
+    def __str__(self) -> str:
+        epochs = "" if self.epochs is None else f" in each of {many(self.epochs, 'epoch')}"
+        return (
+            f"{many(self.samples, 'sample')} and {many(self.steps, 'step')}{epochs}, with "
+            f"{self.batch:,} samples a step"
+        )
 
     @property
     def total(self) -> int:
@@ -92,6 +109,7 @@ class GenerationRecords:
         restores: the set of steps at which its ranks began: 0, or the first step after a restore.
             It has one element if the ranks agree, and is empty if the generation didn't begin.
         foreign: whether it resumed from another run's checkpoint.
+        total: number of the run's steps, by its start; later starts may have more epochs.
         saved: number of steps that its newest checkpoint contains.
         ended: whether it completed the run.
         stretches: the stretches of steps that its ranks trained.
@@ -104,6 +122,7 @@ class GenerationRecords:
     members: set[tuple[str, ...]] = field(default_factory=set)
     restores: set[int] = field(default_factory=set)
     foreign: bool = False
+    total: int = sys.maxsize
     saved: int = 0
     ended: bool = False
     stretches: list[Stretch] = field(default_factory=list)

@@ -75,7 +75,8 @@ def timeline(history: History, lineage: Lineage) -> Timeline:
     periods = tuple(reversed(list(_backwards(history, lineage))))
     last = periods[-1]
     saved = max(min(period.generation.saved, period.end) for period in periods)
-    committed = total if last.generation.ended else max(last.start, saved)
+    ended = min(total, last.generation.total) if last.generation.ended else 0
+    committed = max(last.start, saved, ended)
     reach = [min(step, total) for step in last.reach().values()] or [committed]
     done = max(committed, min(reach))
     return Timeline(

@@ -6,6 +6,7 @@ are of one run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ class History:
         self._strays: dict[int, GenerationRecords] = {}
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._extent: Extent | None = None
+        self._epochs: dict[int, int | None] = {}  # of the run, by a generation's number
         for member, events in files:
             self._read(member, events)
         for number, stray in self._strays.items():
@@ -85,9 +87,10 @@ class History:
                     self._other(self._records(started, _whole(event["generation"])), event)
             except (KeyError, TypeError) as error:
                 what = f"{error} is missing" if isinstance(error, KeyError) else error
+                line = json.dumps(dict(event))
                 raise DataError(
-                    f"Event {number} of {member}, {dict(event)}, can't be used ({what}): it was "
-                    "damaged, or another version of Paceline wrote it."
+                    f"Event {number} of {member}, {line}, can't be used ({what}): it was damaged, "
+                    "or another version of Paceline wrote it."
                 ) from error
 
     def _records(self, started: Mapping[int, GenerationRecords], number: int) -> GenerationRecords:
@@ -164,10 +167,11 @@ class History:
         unfit = min(extent.batch, extent.samples) < 1
         if unfit or extent.steps != -(-extent.samples // extent.batch):
             raise TypeError(f"{extent} is inconsistent")
-        if extent != (self._extent or extent):
+        known = extent if self._extent is None else self._extent.prolonged(extent)
+        if known is None or self._epochs.setdefault(number, epochs) != epochs:
             raise DataError(
-                f"Rank {rank} recorded {extent} in generation {number}, but another start event "
-                f"has {self._extent}: give the folders of one run only."
+                f"Rank {rank} recorded {extent} in generation {number}, but another start recorded "
+                f"{self._extent}: give the folders of one run only."
             )
         if len(members) != world_size or members[rank : rank + 1] != (member,):
             raise TypeError(f"{member} isn't rank {rank} of these members")
@@ -179,8 +183,9 @@ class History:
                 "different runs, or are copies of one run; give the folders of one run only, and "
                 "each folder once."
             )
-        self._extent = extent
+        self._extent = known
         generation = self.generations.setdefault(key, GenerationRecords(key=key, number=number))
+        generation.total = extent.total
         if generation.number != number:
             raise TypeError(f"generation {key} has number {generation.number} in another file")
         self._started.add((key, rank))

@@ -21,6 +21,7 @@ from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
 from paceline.run.run import Run
+from paceline.wiring.edits import Given
 from paceline.wiring.resume import Start
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
 from paceline.wiring.search.machine_folders import (
@@ -48,6 +49,7 @@ class DurableStart:
         report: records a sentence for the user, and shows it on rank 0.
         beginning: makes the entries of the run's beginning, on rank 0; None: they can't be had any
             more.
+        given: this start's hyperparameters, whose edits replace the checkpoint's.
         refusal: says why this run can't go back from one position to another; "" if it can.
     """
 
@@ -58,6 +60,7 @@ class DurableStart:
         output: OutputConfig,
         identity: Mapping[str, object],
         *,
+        given: Given,
         restore: Callable[[Mapping[str, Any]], None],
         replicas: Callable[[], Sequence[Replica | AveragedReplica]],
         report: Callable[[str], object],
@@ -68,12 +71,14 @@ class DurableStart:
         self._output, self._identity = output, identity
         self._restore, self._replicas, self._report = restore, replicas, report
         self._beginning, self._refusal = beginning, refusal
+        self._given = given
         self._start = Start()
         self._read_file = False
 
     def restore(self, reached: Position) -> Restored:
         """Restore model, optimizer and tracked objects; as `DurableState.restore`."""
         state, name = self._read()
+        state = self._given.edited(state)
         start = Start(state=state)
         refusal = self._refusal(reached, start.position)
         try:
