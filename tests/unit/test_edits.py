@@ -98,7 +98,7 @@ def resumed(
         (RMSprop, {"momentum": 0.5}, "momentum 0.5 replaces the checkpoint's 0."),
         (RMSprop, {"centered": True}, "centered True replaces the checkpoint's False."),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_an_edited_option_of_an_optimizer_wins(make: Make, edit: dict[str, Any], said: str) -> None:
     first, second = resumed(make, None, partial(make, **edit), None)
