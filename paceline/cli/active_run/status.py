@@ -32,7 +32,7 @@ A process of the run on this machine is asked.
 
 Where none runs, the last known state is read from the run's folder.
 
-Exit status: 0, a process of the run answers, or the run is finished; 1, neither; 2, no such run.
+Exit status: 0, a process answers or the run is finished; 1, neither; 2, no run.
 
 Examples:
   paceline status first
