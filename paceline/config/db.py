@@ -61,7 +61,7 @@ class DbCreateConfig:
     at the first one."""
 
     workers: int = 0
-    """Threads that read, decode and encode. 0: one per core."""
+    """Processes that read, decode and encode, this one included. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
@@ -109,7 +109,7 @@ class DbConvertConfig:
     read-only."""
 
     workers: int = 0
-    """Threads that read, decode and encode. 0: one per core."""
+    """Processes that read, decode and encode, this one included. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
@@ -128,7 +128,7 @@ class DbInfoConfig:
     read-only."""
 
     workers: int = 0
-    """Threads that read and decode. 0: one per core."""
+    """Processes that read and decode, this one included. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")

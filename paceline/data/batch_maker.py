@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +92,8 @@ class SwitchedBatches:
 
     def wait(self, makings: Sequence[Making], timeout: float) -> bool:
         """Wait until samples are made."""
-        return all(self._maker_of[each.serial].wait([each], timeout) for each in makings)
+        end = monotonic() + timeout
+        return all(self._maker_of[each.serial].wait([each], end - monotonic()) for each in makings)
 
     def on_device(self, parts: Sequence[Part]) -> Uploaded:
         """Return a batch of parts in their order; those of one batch may have two makers."""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from paceline.data.decoding.chunk_queue import MAX_WORKERS
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.order import Indices
 from paceline.data.source import Pixels
@@ -89,14 +90,14 @@ def ordered_map(
         function: can be pickled, and so can the items and its results.
         items: its arguments.
         noun: what an item is, for errors.
-        workers: number of decode processes and threads; 0 is one a core.
+        workers: number of decode processes, this process included; 0 is one a core.
         meter: is called after each result has been dealt with.
 
     Raises:
         DataError: the function has raised an error, or ended its process again and again, or a disk
             doesn't respond.
     """
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS)
     processes = workers - 1 if len(items) >= _FEW else 0
     maker = _ItemMaker(function, items, noun)
     pool = DecodePool(processes, thread=True)
@@ -111,7 +112,8 @@ def ordered_map(
             if not pool.wait([work], _LIMIT_S):
                 raise DataError(
                     f"{maker.name(int(work.records[0]))}, or one soon after it, wasn't read within "
-                    f"{_LIMIT_S:g} s: the disk or network doesn't respond."
+                    f"{_LIMIT_S:g} s: the disk or network doesn't respond; repair it, and start "
+                    "the command again."
                 )
             for at, record in enumerate(work.records.tolist()):
                 if record in work.bad:

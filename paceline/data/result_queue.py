@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -25,6 +26,8 @@ from torch._utils import ExceptionWrapper
 
 from paceline.errors import DataError
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in a message
+
 
 class _Unsent(ExceptionWrapper):
     """Error of a batch that can't be sent; torch raises it in the training process.
@@ -35,7 +38,7 @@ class _Unsent(ExceptionWrapper):
 
     def __init__(self, reason: str) -> None:
         super().__init__((DataError, DataError(reason), None))  # type: ignore[no-untyped-call]
-        self._reason = reason
+        self._reason = _ADDRESS.sub("", reason)
 
     def reraise(self) -> None:
         raise DataError(

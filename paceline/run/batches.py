@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.data.batch_maker import DecodeDevice
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.loader import Batch, DatabaseLoader
@@ -35,6 +36,7 @@ class Batches:
         trains: whether steps are those of the training; the batches of an evaluation are divided by
             the present shares.
         decoding: the decode processes.
+        decode_device: the present one of training.
         trial: the trial of decoding on CPU and GPU; None: the device is given.
         small: knows the smallest slice; None: an evaluation has no such rule.
     """
@@ -45,6 +47,7 @@ class Batches:
     epochs: int
     trains: bool
     decoding: DecodePool
+    decode_device: DecodeDevice
     trial: DecodeTrial | None = None
     small: SmallSlices | None = None
     _waited: float = 0.0  # seconds, in the present epoch
@@ -88,7 +91,7 @@ class Batches:
         """
         share = self._waited / seconds
         self._waited = 0.0
-        remedy = self.decoding.remedy()
+        remedy = self.decoding.remedy(gpu_decodes=self.decode_device.name == "cuda")
         if share > _NAMED and seconds >= _SHORTEST_S:
             rank, _ = self.run.rank_and_size()
             text = f"Rank {rank} waited for images {share:.0%} of the epoch's time: {remedy}"

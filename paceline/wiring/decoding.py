@@ -160,7 +160,7 @@ class Decoding:
         try:
             if self._device.type != "cuda":
                 raise no_gpu(given)
-            require_gpu_decoding()
+            require_gpu_decoding(given)
         except ConfigError as error:
             if given == "cuda":
                 raise

@@ -122,6 +122,7 @@ def build_trainer(
         speeds=speeds,
         epochs=optim.num_epochs,
         decoding=decoding.pool,
+        decode_device=decoding.present,
         trial=trial,
     )
     remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")

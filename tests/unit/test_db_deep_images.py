@@ -132,7 +132,11 @@ def test_training_on_a_record_whose_white_is_not_stated_names_it() -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        ([], 1, "a/0.tif can't be read: its pixels are signed 32-bit .* Give --value_range LOW"),
+        (
+            [],
+            1,
+            "a/0.tif can't be read: its pixels are signed 32-bit .* Give paceline db create or convert --value_range LOW",
+        ),
         (
             ["--value_range", "-1000", "3000"],
             0,

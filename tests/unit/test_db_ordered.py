@@ -99,7 +99,7 @@ def test_an_exception_comes_at_its_items_place() -> None:
 
     results = ordered_map(work, range(10), noun="item", workers=2, meter=silent)
     assert list(islice(results, 3)) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"^item 3 .*ValueError\(3\)"):
+    with pytest.raises(DataError, match=r"^item 3 .*ValueError: 3; repair or remove it"):
         next(results)
 
 

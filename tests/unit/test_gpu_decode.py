@@ -329,7 +329,7 @@ def test_nvjpeg_gets_the_files_of_a_batch_at_once(gpu: Any) -> None:
     files = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"one", b"two")]
     assert len(decoder.decode(files)) == 2
     assert package.calls == [b"one", b"two", ("grey", "cuda:1")]
-    require_gpu_decoding()
+    require_gpu_decoding("cuda")
     assert package.calls[-1] == ("rgb", "cuda:2")
 
 
@@ -352,7 +352,7 @@ OTHERWISE = ", or decode by --decode_device cpu."
 
 def _refused() -> str:
     with pytest.raises(ConfigError) as caught:
-        require_gpu_decoding()
+        require_gpu_decoding("cuda")
     return str(caught.value)
 
 

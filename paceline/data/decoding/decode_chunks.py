@@ -112,6 +112,8 @@ def _make(
         except DataError as error:
             bad.append(BadRecord(chunk.serial, record, str(error)))
         except Exception as error:
-            text = f"{maker.name(record)} can't be decoded: {error!r}."
+            said = error.strerror if isinstance(error, OSError) else None
+            reason = said or f"{type(error).__name__}: {error}".rstrip(".: ")
+            text = f"{maker.name(record)} can't be read: {reason}; repair or remove it."
             bad.append(BadRecord(chunk.serial, record, text))
     return bad

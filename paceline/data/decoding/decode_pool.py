@@ -188,8 +188,12 @@ class DecodePool:
             self._note(self._count.reason)
             self._grow(wanted)
 
-    def remedy(self) -> str:
-        """Return what shortens the waits for batches, by what was measured since the last call."""
+    def remedy(self, *, gpu_decodes: bool) -> str:
+        """Return what shortens the waits for batches, by what was measured since the last call.
+
+        Args:
+            gpu_decodes: whether the processes only read, and the GPU decodes.
+        """
         times = self._queue.times()
         made = times.since(self._before)
         self._before = times
@@ -199,15 +203,18 @@ class DecodePool:
                 f"decoding waited for the disk {blocked:.0%} of its time; copy the database to a "
                 "faster disk, or to memory."
             )
+        smaller = "store smaller images with paceline db create --resize N"
+        if gpu_decodes:
+            return f"the GPU decodes and trains; use --decode_device auto, or {smaller}."
         if self.workers < self._limit:
-            return f"use --decode_workers {self._limit}; {self.workers} are decoding now."
+            return f"use --decode_workers {self._limit}; it is {self.workers} now."
         cores = "no core is left for more decode processes"
         if self._cuda:
             return f"{cores}; use --decode_device auto to decode on the GPU."
-        return f"{cores}; store smaller images with paceline db create --resize."
+        return f"{cores}; {smaller}."
 
     def close(self) -> None:
-        """End thread and processes; a read that hangs is abandoned after two seconds."""
+        """End thread and processes; reads that hang are abandoned within some five seconds."""
         if self._closed:
             return
         self._closed = True
@@ -314,8 +321,8 @@ class DecodePool:
         if self._starts[ended.worker] >= _STARTS:
             raise DataError(
                 f"A decode process has ended {_STARTS} times before any image was made; the last "
-                f"one {ended}. Use --decode_workers 0 to decode in the training process, which "
-                "shows the reason."
+                f"one {ended}. Free memory, or start fewer processes (--decode_workers; of "
+                "paceline db: --workers)."
             )
         self._note(f"Decode process {ended.worker} (pid {ended.process}) {ended}; {again}.")
         self._start_process(server, ended.worker)
@@ -331,7 +338,7 @@ class DecodePool:
             raise DataError(
                 f"{_DEATHS} decode processes have died while they decoded "
                 f"{self._makers[maker].name(record)}; the last one {ended}. Its image takes "
-                "too much memory, or the decoder fails: remove this record from the database."
+                "too much memory, or the decoder fails: repair or remove it."
             )
 
     def _kill_stopped(self, server: ServerProcess, waited: Sequence[Work]) -> None:

@@ -199,4 +199,7 @@ def _cudart() -> Any:
 def _check(status: Any) -> None:
     """Raise what CUDA's runtime reports."""
     if int(status) != 0:
-        raise DataError(f"CUDA can't pin the memory of a batch (error {int(status)}).")
+        raise DataError(
+            f"CUDA can't pin the memory of a batch (error {int(status)}): raise the limit of "
+            "locked memory (ulimit -l), or use a smaller --batch_size."
+        )

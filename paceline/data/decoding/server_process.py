@@ -142,12 +142,16 @@ class ServerProcess:
             self._server.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._server.kill()
-            self._server.wait()
+            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and is left there
+                self._server.wait(_KILLED_S)
 
     def _all_ended(self) -> list[Ended]:
         """Wait until the kernel has killed all processes of a server that ended."""
         self._server.kill()
-        self._server.wait()
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # likewise its processes, which are looked at next
+            self._server.wait(_KILLED_S)
         ended = []
         for worker, process in self.processes.items():
             with suppress(ProcessLookupError):

@@ -93,7 +93,8 @@ def eight_bit_grey(image: Image.Image, depth: Depth, value_range: ValueRange | N
         raise UnreadImage(
             f"its pixels are {depth.kind}, here {values.min():,} to {values.max():,}, and the file "
             "doesn't state which value is white",
-            remedy="Give --value_range LOW HIGH, the values of black and white in all images",
+            remedy="Give paceline db create or convert --value_range LOW HIGH, the values of black "
+            "and white in all images",
         )
     black, white = value_range or (0, depth.white or 0)
     # 256 steps of equal width: of 16 bits the higher byte, as Pillow reads colours.

@@ -18,3 +18,15 @@ class UnreadImage(DamagedImage):
     def __init__(self, reason: str, *, remedy: str) -> None:
         super().__init__(reason)
         self.remedy = remedy
+
+
+def image_sentence(name: str, error: DamagedImage) -> str:
+    """Return what is wrong with an image, and the remedy of one that isn't damaged.
+
+    Args:
+        name: of its file or record.
+        error: the error.
+    """
+    if isinstance(error, UnreadImage):
+        return f"{name} can't be read: {error}. {error.remedy}."
+    return f"{name} has a damaged image: {error}."

@@ -96,4 +96,7 @@ def new_database(
             raise DataError(
                 f"{dest}: the disk is full; {reason}. Free space or choose another disk."
             ) from error
-        raise DataError(f"{dest} can't be written ({error}); {reason}.") from error
+        why = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{dest} can't be written ({why}); {reason}. Choose a folder that you may write to."
+        ) from error
