@@ -208,7 +208,7 @@ def _require_plain(sampler: Any) -> None:
             "itself: paceline.loader divides them. Pass the sampler of the whole data set, or "
             "leave sampler= out to shuffle."
         )
-    if not isinstance(sampler, Iterable) or iter(sampler) is sampler:
+    if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator):
         raise ConfigError(
             f"sampler is {name}, which can't be read anew in each epoch: pass a torch Sampler, a "
             "list of samples' numbers, or another object whose __iter__ begins anew."

@@ -24,7 +24,7 @@ from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 
-STEPS = 16  # of a generation, that are looked at
+STEPS = 12  # of a generation, that are looked at
 _ALIKE = 3  # steps in which inputs must be the same
 _VALUES = 24  # that they must have together: a few labels may be equal by chance
 _GPU_LAG = 2  # steps until what a GPU has computed is sure to be here

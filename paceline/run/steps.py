@@ -275,6 +275,8 @@ class Steps:
         seen: Sequence[float] = ()
         if self.first_steps is not None:
             seen = self.first_steps.row(batch)
+            if not seen:  # those steps are over
+                self.first_steps = None
         outcome, self._continued = self._replica.stepped | self._continued, 0
         self._stepped[number] = outcome
         self.run.context.summaries.send(

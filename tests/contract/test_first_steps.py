@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import Message
+from paceline.replica.input_checksum import InputChecksum
 from paceline.run.first_steps import FirstSteps
 from paceline.run.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -167,3 +168,62 @@ def test_a_mean_of_unequal_numbers_of_labels_is_reported(
 
 def test_a_script_that_gives_the_weight_is_not_told() -> None:
     assert reports(ignoring, basis="weight") == []
+
+
+def plainly(model: nn.Module) -> nn.Module:
+    return model
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def around(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model, backend="eager")
+    return compiled
+
+
+@pytest.mark.parametrize("compiled", [plainly, in_place, around])
+def test_a_compiled_models_inputs_have_the_same_checksum(compiled: Any) -> None:
+    model = compiled(nn.Linear(4, 3))
+    inputs = InputChecksum(model)
+    found = []
+    for number, x in enumerate((seeded(1)[0], seeded(1)[0], seeded(2)[0], torch.zeros(8, 4))):
+        inputs.begin(number)
+        model(x)
+        model(x + 1)  # the first forward counts
+        found.append(inputs.take(number))
+    inputs.close()
+    model(x)
+    same, again, other, zeros = found
+    assert same == again
+    assert same[0] not in (0, other[0])
+    assert same[1] == 32
+    assert zeros[0] == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 3, 9, 9).to(memory_format=torch.channels_last),
+        torch.randn(300, 400),  # more than are looked at
+        torch.randn(5, 6).bfloat16(),
+        torch.randn(5, 6, dtype=torch.complex64),
+        torch.rand(40, 2) > 0.5,
+        torch.randint(0, 256, (7, 9), dtype=torch.uint8),
+        torch.randn(6, 5).t(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_inputs_of_any_type_and_layout_have_a_checksum(tensor: Tensor) -> None:
+    model = nn.Identity()
+    inputs = InputChecksum(model)
+    found = []
+    for number, x in enumerate((tensor, tensor.clone(), tensor.flip(0))):
+        inputs.begin(number)
+        model(x)
+        found.append(inputs.take(number)[0])
+    inputs.close()
+    assert found[0] == found[1] != found[2]
+    assert 0 < found[0] < 2**40

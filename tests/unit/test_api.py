@@ -29,7 +29,7 @@ SIGNATURES = {
     "sync_bn=False, buffers='broadcast')",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
-    "uneven='join')",
+    "uneven='join', sampler=None, weights=None, batch_sampler=None)",
     "launch": "(function, *arguments, workers=None)",
     "World.step": "(self, samples=None, *, weight=None)",
     "World.no_sync": "(self)",

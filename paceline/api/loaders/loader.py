@@ -20,6 +20,7 @@ from paceline.api.loaders.evaluation import Evaluation
 from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
 from paceline.api.world import World
 from paceline.comm.communicator import gather_bytes
+from paceline.data.batch_count import samples_in
 from paceline.data.drawn_order import DrawnOrder, Draws, WeightedSampler
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
@@ -80,7 +81,10 @@ class Loader(CurrentBatch):
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:
                 self._step, self._count = batch_slice.step, batch_slice.count
-                world._loop.queue_slice(batch_slice, self._found(batch, batch_slice.count))
+                found = batch_slice.count
+                if self._collates and found:
+                    found = samples_in(batch, found)
+                world._loop.queue_slice(batch_slice, found)
                 yield batch
                 rollback = world._loop.rollback
                 if rollback.error is not None or rollback.moved:

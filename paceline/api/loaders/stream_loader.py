@@ -41,10 +41,6 @@ class CurrentBatch:
         self._collates = collates
         self._step, self._count = 0, 0
 
-    def _found(self, batch: object, given: int) -> int:
-        """Return the number of samples of a collated batch, of those that it was given."""
-        return samples_in(batch, given) if self._collates and given else given
-
     @property
     def epoch(self) -> int:
         """The active epoch, or the one that the next iteration begins; 0 for evaluation."""
@@ -121,7 +117,8 @@ class StreamLoader(CurrentBatch):
                     )
                 count, batch = 0 if own is None else own[0], known[1]
                 self._step, self._count = step, count
-                world._loop.queue_slice(batch_slice, self._found(batch, count))
+                found = samples_in(batch, count) if self._collates and count else count
+                world._loop.queue_slice(batch_slice, found)
                 placeholder, own = known, None if own is None else next(batches, None)
                 counts = self._exchange(own)
                 yield batch
