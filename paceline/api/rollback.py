@@ -143,18 +143,31 @@ class Rollback:
             self._evaluated = None  # it is repeated, or begins for the first time on other ranks
         self._note_entered()
 
-    def enter_here(self, error: CommError) -> None:
+    def enter_here(self, error: CommError) -> bool:
         """Enter the next generation in the present state: no step was made since its snapshot.
+
+        Returns:
+            whether it is entered. Otherwise its ranks have no snapshot of the present state, and
+            the loader's next batch goes back to an earlier one.
+        """
+        self.lose(error)
+        if self.steps is None or not self.here:
+            return False
+        with self._end.exit_on_stop():
+            if not self.steps.recovery.go_back(error, unchanged=True):
+                return False
+        self._note_entered()
+        self.moved = True
+        return True
+
+    def require_here(self, error: CommError) -> None:
+        """Enter the next generation in the present state, as `enter_here`.
 
         Raises:
             CommError: the ranks have no snapshot of the present state.
         """
-        assert self.steps is not None
-        self.lose(error)
-        with self._end.exit_on_stop():
-            self.steps.recovery.go_back(error, unchanged=True)
-        self._note_entered()
-        self.moved = True
+        if not self.enter_here(error):
+            raise error
 
     def next_evaluation(self) -> int:
         """Return the place of the begin of an evaluation that begins now."""
@@ -179,7 +192,7 @@ class Rollback:
                     self.lose(error)
                     self.go_back()
                 else:
-                    self.enter_here(error)
+                    self.require_here(error)
                 continue
             if place < max(places):
                 return False

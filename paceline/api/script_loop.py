@@ -234,7 +234,7 @@ class ScriptLoop:
             except CommError as error:
                 if not self.rollback.possible:
                     raise
-                self.rollback.enter_here(error)
+                self.rollback.require_here(error)
         if not self._position.iterating:
             self._position.begin_iteration()
             self._draw_order()
@@ -322,7 +322,7 @@ class ScriptLoop:
                         return self.rollback.continue_steps()
         return None
 
-    def begin_evaluation(self, call: str) -> tuple[int, bool]:
+    def begin_evaluation(self, call: str) -> tuple[int, bool] | None:
         """Let an evaluation begin, during which the ranks may change.
 
         Args:
@@ -330,12 +330,15 @@ class ScriptLoop:
 
         Returns:
             the place of its end, and whether this rank begins with the others; it doesn't where
-            they have begun in an earlier generation.
+            they have begun in an earlier generation. None: a peer is lost, and the loop goes back
+            to an earlier step, from which it comes here again.
 
         Raises:
             ConfigError: a step is active, or there is no model.
-            CommError: a peer is lost, and the others can't continue from here.
         """
+        lost = self.rollback.error
+        if lost is not None and not self.rollback.enter_here(lost):
+            return None
         steps = self.require_between_steps(call)
         place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
@@ -345,7 +348,8 @@ class ScriptLoop:
                 steps.take_snapshot()
                 return place + 1, True
             except CommError as error:
-                self.rollback.enter_here(error)
+                if not self.rollback.enter_here(error):
+                    return None
         return place + 1, False
 
     def together(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
@@ -365,17 +369,16 @@ class ScriptLoop:
         rollback = self.rollback
         if self._in_step or not rollback.possible:
             return make()
-        place = rollback.next_evaluation()
         lost: CommError | None = rollback.error
+        place = 0
         while True:
             if lost is not None:
-                if not rollback.here:
-                    rollback.lose(lost)
+                if not rollback.enter_here(lost):
                     return own
-                rollback.enter_here(lost)
                 if self._run.leads:
                     print_message_for_scripts(f"{call} after this loss: {_LACKS}")
                 lost = None
+            place = place or rollback.next_evaluation()
             if not rollback.reach(place):
                 assert rollback.outcome is not None
                 assert rollback.outcome.place == place
@@ -445,7 +448,7 @@ class ScriptLoop:
             CommError: it doesn't: the same command resumes the run, and repeats its last steps.
         """
         while True:
-            self.rollback.enter_here(error)
+            self.rollback.require_here(error)
             try:
                 if self.rollback.reach(Place.NEXT_EPOCH):
                     self._save_last(steps)

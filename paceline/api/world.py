@@ -241,8 +241,10 @@ class World:
             CommError: a peer is lost or silent, or doesn't call it.
         """
         call = "world.merge()"
-        self._loop.require_between_steps(call)
-        replica = self._loop.require_replica(call)
+        if self._loop.rollback.error is None:
+            self._loop.require_between_steps(call)
+        replica = self._loop.replica
+        assert replica is not None
 
         def merge() -> Tensor:
             if isinstance(replica, AveragedReplica):

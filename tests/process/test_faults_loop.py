@@ -97,6 +97,29 @@ def test_a_loss_in_a_scripts_own_evaluation_is_survived_and_its_sums_are_said_to
         assert distance(each, alone("allreduce")) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        ("within", "0:1:2:between:1"),
+        ("totals_within", "0:1:2:between:1"),
+        ("totals_within", "0:1:2:evaluation:1"),
+        ("totals_within", "0:1:2:total:0"),
+    ],
+)
+def test_an_evaluation_among_the_steps_that_notices_a_loss_is_made_again(
+    tmp_path: Path, alone: Callable[[str], Mapping[str, Tensor]], name: str, moment: str
+) -> None:
+    ended = launch(tmp_path, 3, name, moment)
+    assert ended.status == 0, ended.text
+    assert ended.text.count(" as generation ") == 1
+    assert "Traceback" not in ended.text
+    requires_exact(tmp_path / "runs" / name)
+    weights = trained(tmp_path)
+    assert len(weights) == 2
+    for each in weights:
+        assert distance(each, alone("allreduce")) < EXACT
+
+
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], frozenset[str]]:
     """Return the lines of one process's evaluations, by the case."""

@@ -38,6 +38,7 @@ SIGNATURES = {
     "World.merge": "(self)",
     "World.total": "(self, tensor)",
     "World.evaluation": "(self, loader)",
+    "World.meter": "(self, *names)",
     "World.track": "(self, *objects, **named)",
     "World.log": "(self, **values)",
     "World.checkpoint": "(self)",

@@ -135,7 +135,7 @@ def test_training_on_a_record_whose_white_is_not_stated_names_it() -> None:
         (
             [],
             1,
-            "a/0.tif can't be read: its pixels are signed 32-bit .* Give paceline db .* --value_range LOW",
+            "a/0.tif can't be read: its pixels are signed 32-bit .* Give paceline db create",
         ),
         (
             ["--value_range", "-1000", "3000"],

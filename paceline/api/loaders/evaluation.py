@@ -62,7 +62,11 @@ class Evaluation:
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
         with self._run.context.waits.call(_CALL):
-            self._place, begins = self._loop.begin_evaluation(_CALL)
+            begun = self._loop.begin_evaluation(_CALL)
+        if begun is None:
+            yield from self._void_batches()
+            return
+        self._place, begins = begun
         with self._loop.meters.evaluate():
             for place, batch in self._mapped.epoch(0) if begins else ():
                 if place.count:
@@ -71,6 +75,15 @@ class Evaluation:
                     self._done[place.first : place.last] = 1
             while (missing := self._ended()).size:
                 yield from self._batches_of(self._part(missing))
+
+    def _void_batches(self) -> Iterator[Any]:
+        """Yield this rank's batches of an evaluation that the loop goes back from, and repeats."""
+        with self._loop.meters.evaluate():
+            for place, batch in self._mapped.epoch(0):
+                if place.count:
+                    self._note(place.step, place.count)
+                    yield batch
+        self._loop.meters.merged = True
 
     def _batches_of(self, positions: Indices) -> Iterator[Any]:
         size = -(-self._order.batch_size // self._run.rank_and_size()[1])
@@ -111,7 +124,7 @@ class Evaluation:
                     rollback.outcome = Outcome(self._place, merged)
                 return missing
             except CommError as error:
-                rollback.enter_here(error)
+                rollback.require_here(error)
         outcome = rollback.outcome  # another rank knows that none is missing
         assert outcome is not None
         assert outcome.place == self._place

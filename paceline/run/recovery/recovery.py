@@ -106,6 +106,7 @@ class Recovery:
         self._next_generation, self._durable = next_generation, durable
         self._start_fields: dict[str, object] = {}
         self.went_back = False
+        self._decided: Successor | None = None  # that isn't entered yet
 
     @property
     def survives(self) -> bool:
@@ -155,7 +156,7 @@ class Recovery:
         self._run.context.abort()
         _clear_frames(error)
 
-    def go_back(self, error: CommError, *, unchanged: bool = False) -> None:
+    def go_back(self, error: CommError, *, unchanged: bool = False) -> bool:
         """Go back to a snapshot, and enter the next generation; collective among its ranks.
 
         Where one of them is lost meanwhile, the generation after that is entered. Where all copies
@@ -166,8 +167,12 @@ class Recovery:
             unchanged: go back to a snapshot of the present position only, in which model, optimizer
                 and tracked objects stay as they are.
 
+        Returns:
+            whether the generation is entered; with `unchanged` it isn't, until another call, where
+            its ranks have no such snapshot.
+
         Raises:
-            CommError: there is no next generation, or with `unchanged` no such snapshot.
+            CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
             CheckpointError: no member can read the durable state.
             ServerLost: the run has no averaging server any more; the state is saved.
@@ -176,16 +181,19 @@ class Recovery:
         reached = replace(self._position)
         while True:
             self._account.leave()
-            successor = self._next_generation(error, self._snapshots.held)
+            successor = self._decided or self._next_generation(error, self._snapshots.held)
+            self._decided = None
             self._account.decide(successor.detected_at)
             if unchanged and (successor.start is None or successor.start.step != reached.number):
-                raise error
+                self._decided = successor
+                return False
             try:
                 if successor.start is None:
                     self._enter_from_disk(successor.group, reached)
                 else:
                     self._enter(successor, successor.start, unchanged=unchanged)
-                return self._end_without_server()
+                self._end_without_server()
+                return True
             except CommError as lost:
                 self.leave_generation(lost)
                 error = lost

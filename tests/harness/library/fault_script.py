@@ -77,6 +77,7 @@ CASES = {
     "sharded": Case({**NOTIFIED, "update": "sharded"}),
     "allreduce": Case({"sync": "allreduce"}),
     "totals": Case({"sync": "allreduce"}, totals=True),
+    "totals_within": Case({"sync": "allreduce"}, totals=True, each=3),
     "evaluation": Case({**NOTIFIED, "update": "sharded"}, totals=True, surviving=True),
     "twice": Case({"sync": "allreduce"}, totals=True, surviving=True, twice=True),
     "copy": Case({**NOTIFIED, "update": "sharded"}, use="copy"),
