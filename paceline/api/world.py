@@ -260,7 +260,10 @@ class World:
         """Return the sum of a tensor over all ranks; collective.
 
         Args:
-            tensor: of the same shape and dtype on all ranks; a bool tensor is counted as int64.
+            tensor: of the same shape and dtype on all ranks.
+
+        Returns:
+            the sum; of integers and bool as int64, as `torch.sum` has it.
 
         Raises:
             ConfigError: a step is active whose gradient exchange isn't complete, or another rank's
@@ -279,12 +282,13 @@ class World:
                 "gradient exchange: call it after optimizer.step()."
             )
         values = tensor.detach()
-        values = values.long() if values.dtype is torch.bool else values
+        form = f"{values.dtype} of shape {tuple(values.shape)}"
+        if not (values.is_floating_point() or values.is_complex()):
+            values = values.long()  # a sum of small integers would wrap
         what = "world.total(), which all ranks must call"
 
         def add_up() -> Tensor:
             communicator = self._run.context.communicator
-            form = f"{values.dtype} of shape {tuple(values.shape)}"
             require_same_call(communicator, "world.total()", form, what)
             return total(communicator, values, what)
 

@@ -58,6 +58,7 @@ class AveragedReplica:
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.
         averaged: True: between two merges the ranks have weights of their own.
+        loaded: nothing: a load that differs between ranks shows in the merged weights.
         bindings: how often an exchange was opened: once in each generation.
 
     Raises:
@@ -67,6 +68,7 @@ class AveragedReplica:
 
     exchanging = added_to_kept = unused = unwritten = False
     stateful = stepped = averaged = True
+    loaded: Mapping[str, int] = {}
 
     def __init__(
         self,

@@ -26,9 +26,10 @@ from paceline.comm.communicator import (
     shortened,
 )
 from paceline.reduce.buckets import Bucket, partition
-from paceline.reduce.rank_state import restore_parts
+from paceline.reduce.rank_state import OPTIMIZER, restore_parts
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
+from paceline.replica.load_watch import LoadWatch
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import WHOLE, Fingerprint, Scope, TrainedParameters
@@ -77,6 +78,8 @@ class ReplicaBinder:
             the same on all.
         bucketwise: whether the optimizer may update bucket by bucket.
         alone: whether there is one rank.
+        divides_optimizer: whether each rank has shards of the optimizer's state.
+        loads: watches what a script loads between two steps.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class ReplicaBinder:
         self._state_hooks = ExitStack()
         self.bindings, self.stateful, self.bucketwise = 0, False, False
         self.alone = False
+        self.divides_optimizer = False
+        self.loads = LoadWatch(model)
         self.hooks: ReplicaHooks | None = None
 
     def trained(self) -> TrainedParameters:
@@ -125,6 +130,8 @@ class ReplicaBinder:
         self.alone = self._communicator().world_size == 1
         self.bindings += 1
         self.stateful = synchronizer.state is not None
+        own = synchronizer.state
+        self.divides_optimizer = own is not None and OPTIMIZER in own.local(in_step=False)
         self.bucketwise = is_bucketwise(self._optimizer)
         self._watch.bind(p for bucket in buckets for p in bucket.parameters)
         self.hooks = self._make_hooks(
@@ -177,6 +184,7 @@ class ReplicaBinder:
 
         Where `enter` failed, there may be none.
         """
+        self.loads.take()  # of a step that isn't made
         if self.hooks is not None:
             self._trained, self._reads = self.hooks.trained, self.hooks.reads
             self.unbind()
@@ -212,12 +220,21 @@ class ReplicaBinder:
     def settle_before_states(self) -> None:
         """Settle before each state dict of the model and the optimizer is made or loaded."""
         settle_first = LiveHook(lambda *_: self._settle())
+        before_load = LiveHook(self._before_load)
         targets: list[Any] = [*self._model.modules(), self._optimizer]
         for target in targets:
             saved = target.register_state_dict_pre_hook(settle_first)
-            loaded = target.register_load_state_dict_pre_hook(settle_first)
+            loaded = target.register_load_state_dict_pre_hook(before_load)
             self._state_hooks.callback(saved.remove)
             self._state_hooks.callback(loaded.remove)
+
+    def _before_load(self, target: Any, state: Mapping[str, Any], *_: object) -> None:
+        """Settle before a state dict is loaded into a module or the optimizer, and note it."""
+        self._settle()
+        if target is not self._optimizer:
+            self.loads.before_model()
+        elif self.divides_optimizer:
+            self.loads.before_optimizer(state)
 
     def unbind(self) -> None:
         """Remove all hooks and close the synchronizer, without a wait."""

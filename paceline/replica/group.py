@@ -17,6 +17,7 @@ from torch import nn
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
+from paceline.replica.state.checksums import Checksums
 from paceline.replica.state.copier import StateCopier
 
 STEPPED_BITS = 10  # of a summary: for a step, and as many for further blocks of its batch
@@ -62,6 +63,16 @@ class ReplicaGroup:
             replica.stepped << index for index, replica in enumerate(self.replicas[:STEPPED_BITS])
         )
         return sum(bits)
+
+    @property
+    def loaded(self) -> Checksums:
+        """As `Replica.loaded`, of all replicas."""
+        replicas = enumerate(self.replicas, start=1)
+        return {
+            f"{what} (replica {number})": total
+            for number, replica in replicas
+            for what, total in replica.loaded.items()
+        }
 
     @property
     def exchanging(self) -> bool:

@@ -45,6 +45,7 @@ from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import ReadMap
+from paceline.replica.state.checksums import Checksums
 from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import (
@@ -83,6 +84,7 @@ class Replica:
     Attributes:
         stepped: whether the last step ended by `optimizer.step()`.
         averaged: False: the ranks' weights are equal between two steps.
+        loaded: checksums of what the script has loaded before the last step, by name.
         on_loss: called with the error where a use of the model between two steps finds that a peer
             was lost; the use continues without it. None: the error is raised.
 
@@ -126,6 +128,7 @@ class Replica:
             expose=lambda parameter: self._binding.expose_gradients(parameter),
         )
         self.stepped = self._follows_scalers = False
+        self.loaded: Checksums = {}
         self._binder = ReplicaBinder(
             *(model, optimizer, communicator, first_plan, self._watch, self._earlier),
             settle=self._settle_for_use,
@@ -237,6 +240,7 @@ class Replica:
         """
         if self._buffers is not None:
             self._buffers.install()
+        self.loaded = self._binder.loads.take()
         self._bind_anew_if_changed()
         self._number = number
         self._thread = threading.get_ident()

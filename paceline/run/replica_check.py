@@ -107,6 +107,21 @@ class ReplicaCheck:
         self._time = now
         return code, interval if self._run.context.group.rank == 0 else 0
 
+    def add_loaded(self, step: int, loaded: Checksums) -> int:
+        """Compare what was loaded before a step, too.
+
+        Args:
+            step: the step's number; `checksum_code` comes first, where its state is checked.
+            loaded: the checksums of what this rank has loaded.
+
+        Returns:
+            the code of all; 0 where replicas aren't checked.
+        """
+        if not self.enabled:
+            return 0
+        self._sums[step] = sums = {**self._sums.get(step, {}), **loaded}
+        return code_of(sums)
+
     def require_equal_replicas(self, summary: StepSummary, *, stepped: int) -> None:
         """Stop the run if the ranks differ by a summary; by all ranks at the same boundary.
 
@@ -194,7 +209,8 @@ def replicas_differ(
     since += "they were equal" if since else ""
     return ReplicasDiffer(
         f"the replicas differ after {many(step, 'step')}: {difference(of_ranks)}{since}. Usual "
-        "causes: code that changes the model, the optimizer or a learning rate on some ranks only, "
+        "causes: code that changes or loads the model, the optimizer or a learning rate on some "
+        "ranks only, "
         "or from one rank's own loss; a buffer that is computed from one rank's samples (with "
         'buffers="local", buffers of the model aren\'t compared); faulty memory.'
     )

@@ -269,6 +269,8 @@ class Steps:
         code, check_interval = 0, 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.checksum_code(number)
+        if self._replica.loaded:
+            code = self._check.add_loaded(number, self._replica.loaded) or code
         times: Sequence[float] = ()
         if self.speeds is not None and number >= self.speeds.due:
             times = self.speeds.times(batch)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.comm.communicator import Communicator
@@ -23,6 +23,7 @@ from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.recorder import NullRecorder
 from paceline.replica.compiled_modules import compile_blocks
 from paceline.replica.pass_spans import watch_passes
+from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.large_batch import (
     Training,
     convnet,
@@ -274,3 +275,28 @@ def test_a_copys_passes_are_in_no_trace() -> None:
     assert spans.names == []
     F.cross_entropy(model(x), y).backward()
     assert spans.names == ["forward", "backward"]
+
+
+def test_one_rank_may_update_the_statistics_of_its_average_of_weights() -> None:
+    torch.manual_seed(1)
+    model = normalised()
+
+    def run(c: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        bench = Bench.of(c, model)
+        average = AveragedModel(bench.model)
+        for number in range(3):
+            with bench.replica.step(number, 1 / c.world_size):
+                bench.backward(number)
+                bench.optimizer.step()
+                bench.optimizer.zero_grad()
+            average.update_parameters(bench.model)
+        own = [value.clone() for value in average.module.buffers()]
+        if c.rank == 0:
+            update_bn([x for x, _ in bench.batches], average)
+            assert not all(map(torch.equal, own, average.module.buffers()))
+        bench.replica.settle()
+        return [p.clone() for p in average.parameters()], [*bench.model.buffers()]
+
+    (weights, statistics), (other_weights, other_statistics) = run_ranks(2, run)
+    assert all(map(torch.equal, weights, other_weights))
+    assert all(map(torch.equal, statistics, other_statistics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,63 @@ def test_sharded_compares_parameters_and_buffers(tmp_path: Path, what: str, hurt
         train_with(c, tmp_path, {FLIPPED_BEFORE: do}, {hurt}, kind=kind, model=frozen)
 
     assert f"ranks 0 and 1 differ in {name}" in error_of(2, work)
+
+
+def load_model(rank: Rank) -> None:
+    state = rank.bench.model.state_dict()
+    rank.bench.model.load_state_dict({n: v + 1 for n, v in state.items()})
+
+
+def load_optimizer(rank: Rank) -> None:
+    rank.bench.optimizer.load_state_dict(copy.deepcopy(OPTIMIZER_STATE))
+
+
+def load_and_back(rank: Rank) -> None:
+    own = copy.deepcopy(rank.bench.model.state_dict())
+    load_model(rank)
+    rank.bench.model.load_state_dict(own)
+
+
+def optimizer_state() -> dict[str, Any]:
+    parameters = [*Counted().parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    state = {index: {"momentum_buffer": torch.ones_like(p)} for index, p in enumerate(parameters)}
+    return {**optimizer.state_dict(), "state": state}
+
+
+OPTIMIZER_STATE = optimizer_state()
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (load_model, "the loaded inner.0.weight, and in 6 more values"),
+        (load_optimizer, "the optimizer state that was loaded"),
+    ],
+)
+def test_a_load_on_one_rank_in_mid_run_ends_a_sharded_run(
+    tmp_path: Path, load: Flip, name: str, hurt: int
+) -> None:
+    kind = method("sharded", 2)
+
+    def work(c: Communicator) -> None:
+        train_with(c, tmp_path, {FLIPPED_BEFORE: load}, {hurt}, kind=kind)
+
+    text = error_of(2, work)
+    assert f"ranks 0 and 1 differ in {name}" in text
+    assert f"differ after {FLIPPED_BEFORE} steps" in text
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "sharded"])
+@pytest.mark.parametrize("load", [load_model, load_optimizer, load_and_back])
+def test_a_load_that_leaves_the_ranks_equal_is_fine(tmp_path: Path, load: Flip, sync: str) -> None:
+    ranks, kind = {0} if load is load_and_back else {0, 1}, method(sync, 2)
+
+    def work(c: Communicator) -> None:
+        train_with(c, tmp_path, {FLIPPED_BEFORE: load}, ranks, 20, kind=kind)
+
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("sync", ["allreduce", "notified", "sharded", "int8"])

@@ -564,6 +564,11 @@ def test_a_total_while_gradients_travel(world: World, model: nn.Module) -> None:
         assert world.total(torch.tensor([True, False])).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
+def test_a_total_of_small_integers_does_not_wrap(world: World, dtype: torch.dtype) -> None:
+    assert world.total(torch.ones(2, dtype=dtype)).dtype is torch.int64
+
+
 def test_a_total_of_a_number(world: World) -> None:
     with pytest.raises(ConfigError, match=r"got int 3: pass a tensor, such as torch.tensor\(3\)"):
         world.total(3)  # type: ignore[arg-type]

@@ -176,6 +176,12 @@ def checksum(value: Tensor) -> Tensor | int:
     return columns + (2 * _ROW + 1) * _weighted(rows.sum(1, dtype=kind), 1)
 
 
+def tree_checksum(value: Any) -> int:
+    """Return the checksum of a tree's tensors and plain values."""
+    leaves = [f"{name} {int(total)}" for name, total in _leaves("", value)]
+    return zlib.crc32("\n".join(leaves).encode())
+
+
 def _weighted(sums: Tensor, first: int) -> Tensor:
     """Return the sum of numbers times `first`, `first` + 2, `first` + 4, …, modulo 2^64."""
     weights = torch.arange(first, first + 2 * len(sums), 2, device=sums.device)
