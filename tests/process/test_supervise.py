@@ -7,12 +7,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import ConfigError, DataError, PeerLost
+from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.supervisor_stage import FULL, Stage, at_most
 
 
@@ -255,3 +257,45 @@ def test_a_lost_rendezvous_ends_no_run(stage: Stage, rendezvous: StoreSpec) -> N
     actor.send_order("exit 0")
     assert supervisor.status() == 0
     assert supervisor.text.count("the rendezvous is lost") == 1
+
+
+def stopped(*pids: int | None) -> bool:
+    """Return whether all these processes are stopped."""
+    states = {psutil.Process(pid).status() for pid in pids}
+    return states == {psutil.STATUS_STOPPED}
+
+
+def test_ctrl_z_stops_the_workers_with_their_supervisor_and_continues_them(stage: Stage) -> None:
+    """As in https://github.com/hephbuild/heph/issues/354."""
+    supervisor = stage.start(RunPlan(workers=2))
+    actors = stage.actors(2)
+    pids = [supervisor.process.pid, *(actor.pid for actor in actors)]
+    for _ in range(2):
+        supervisor.send(signal.SIGTSTP)
+        wait_until(lambda: stopped(*pids))
+        supervisor.send(signal.SIGCONT)
+        wait_until(lambda: not any(stopped(pid) for pid in pids))
+    for actor in actors:
+        actor.send_order("exit 0")
+    assert supervisor.status() == 0
+
+
+def test_workers_that_are_stopped_end_with_a_supervisor_that_is_killed(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2), FULL)
+    actors = stage.actors(2)
+    supervisor.send(signal.SIGTSTP)
+    wait_until(lambda: stopped(supervisor.process.pid, *(actor.pid for actor in actors)))
+    supervisor.send(signal.SIGKILL)
+    assert all(actor.ended() for actor in actors)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_by_which_a_scheduler_announces_an_end_ends_nothing(
+    stage: Stage, number: signal.Signals
+) -> None:
+    """As in https://github.com/pytorch/pytorch/issues/154849."""
+    supervisor = stage.start(RunPlan(workers=1))
+    (actor,) = stage.actors(1)
+    supervisor.send(number)
+    actor.send_order("exit 0")
+    assert supervisor.status() == 0

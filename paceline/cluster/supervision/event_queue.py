@@ -106,11 +106,8 @@ class EventQueue:
     def _stop(self) -> None:
         """Stop the process groups and this process; return once it continues, and they do."""
         self._send(signal.SIGSTOP)
-        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        # To this thread, so that it has stopped when the call returns. Where no shell could
-        # continue it, the kernel lets it run.
-        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, handler)
+        # To this thread, so that the process has stopped when the call returns.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
@@ -136,7 +133,10 @@ class EventQueue:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Receive SIGINT, SIGTERM, SIGHUP and SIGTSTP inside the block; main thread only."""
+        """Receive SIGINT, SIGTERM, SIGHUP and SIGTSTP inside the block; main thread only.
+
+        SIGUSR1 and SIGUSR2, by which schedulers such as Slurm announce an end, have no effect.
+        """
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number != signal.SIGTSTP:
@@ -148,6 +148,8 @@ class EventQueue:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell, wants it so
                 numbers.append(number)
         before = [(number, signal.signal(number, handle)) for number in numbers]
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            before.append((number, signal.signal(number, lambda *_: None)))
         wakeup = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         try:
             yield

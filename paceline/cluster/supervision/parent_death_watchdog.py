@@ -15,11 +15,15 @@ What the supervisor writes into the pipe:
 The end of the pipe without the word `end` means that the supervisor was killed. A worker with a
 mark continues then: its world survives the loss of a process. One without reports that, and ends.
 
+A supervisor that is killed while Ctrl-Z has stopped it and its workers would leave them stopped for
+ever. So each asks the kernel to be continued at the end of its parent.
+
 It imports nothing of the package, so that it is up at once and takes little memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -32,12 +36,15 @@ END = b"end\n"
 """What the supervisor writes before an end that it wants."""
 
 _REPORT_S = 2.0
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
     supervisor = os.dup(0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    continue_at_end_of_parent()
+    ended = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in ended:
         signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler
     try:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
@@ -52,6 +59,11 @@ def main(argv: list[str]) -> int:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+def continue_at_end_of_parent() -> None:
+    """Let this process be continued, if it is stopped, when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
 
 def watch_parent(
@@ -72,6 +84,7 @@ def watch_parent(
         wanted = lines.readline() == END
         lines.read()
     if mark is not None and not wanted and os.pread(mark, 1, 0):
+        os.killpg(0, signal.SIGCONT)  # the command, of which this may be the wrapper
         lost()
     else:
         if not wanted:

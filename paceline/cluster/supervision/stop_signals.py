@@ -74,6 +74,10 @@ class StopSignals:
             number: signal.signal(number, lambda *_: None)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # Schedulers announce an end by them, to all processes; a script's own handler stays.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, lambda *_: None)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def forget() -> None:

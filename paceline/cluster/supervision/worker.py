@@ -29,7 +29,10 @@ from paceline.cluster.membership.generation import Generation, Group, joins_key
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.parent_death_watchdog import watch_parent
+from paceline.cluster.supervision.parent_death_watchdog import (
+    continue_at_end_of_parent,
+    watch_parent,
+)
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.supervisor_file import SupervisorFileLock, is_open, process_of
 from paceline.cluster.supervision.survival_mark import declare
@@ -142,6 +145,7 @@ def end_with_supervisor(lost: Callable[[], None] = lambda: None) -> None:
     Args:
         lost: called in another thread where the supervisor was killed and this worker continues.
     """
+    continue_at_end_of_parent()
     supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
