@@ -10,7 +10,8 @@ is known. Without a run folder, in-memory snapshots and replica checks: these co
 
 A file counts if a line of it ran, a generated method of its dataclass included. Of functions that
 numba has compiled no line is seen: one counts where it is called or still runs, and with it each
-compiled function that its code names. `cli`, `config`, `data`, `models` and `observe` don't count.
+compiled function that its code names. `cli`, `config`, `data`, `models` and `observe` don't count;
+nor does `cluster/membership`, whose threads run beside the steps at moments of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.harness.processes.python_program import ROOT
 RANKS = Path(__file__).with_name("step_ranks.py")
 LIMIT = 300.0
 AROUND = ("cli", "config", "data", "models", "observe")
+BESIDE = "cluster/membership/"
 LIST_BEGINS, LIST_ENDS = "<!-- files of a step -->", "<!-- end of the files -->"
 Functions = dict[str, list[str]]
 
@@ -64,7 +66,8 @@ def functions_of_a_step(checkout: Path) -> Functions:
 
 def united(found: Sequence[Mapping[str, Sequence[str]]]) -> Functions:
     """Unite what the ranks found, without the packages around the step."""
-    files = sorted({file for one in found for file in one if file.split("/")[0] not in AROUND})
+    counted = {file for one in found for file in one if not file.startswith(BESIDE)}
+    files = sorted(file for file in counted if file.split("/")[0] not in AROUND)
     return {file: sorted({name for one in found for name in one.get(file, ())}) for file in files}
 
 
