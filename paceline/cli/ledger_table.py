@@ -39,7 +39,7 @@ def verdict(proof: Proof) -> str:
         return f"Not exact: {lost:,} samples were lost, {twice:,} were duplicated or misplaced."
     done, committed = proof.done - proof.base, proof.committed - proof.base
     of_all = "" if proof.extent.epochs is None else f" of {proof.extent.total:,}"
-    each = "place in the sampler's order" if proof.extent.drawn else "sample"
+    each = "position in the sampler's order" if proof.extent.drawn else "sample"
     parts = [f"Exact: each {each} was trained exactly once, in {done:,}{of_all} steps"]
     parts.append("all committed" if committed == done else f"{committed:,} of them committed")
     if proof.begun > proof.done:

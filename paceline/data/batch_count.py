@@ -21,7 +21,7 @@ _DEPTH = 4
 
 
 def samples_in(batch: object, expected: int) -> int:
-    """Return the number of samples of a batch; `expected` where it has as many, or none can tell.
+    """Return the number of samples of a batch; `expected` where it has as many, or is unknown.
 
     Args:
         batch: what `collate_fn` returned; None has no samples.
@@ -36,7 +36,7 @@ def samples_in(batch: object, expected: int) -> int:
 
 
 def _sizes(value: Any, expected: int, depth: int, *, top: bool = False) -> set[int] | None:
-    """Return the numbers of samples that a value may have; None: its form doesn't tell."""
+    """Return the numbers of samples that a value may have; None: unknown by its form."""
     if isinstance(value, Tensor | np.ndarray):
         if not value.ndim:
             return None

@@ -1,11 +1,11 @@
-"""Order that a script's sampler draws: places of an epoch, of which two may name one sample.
+"""Order that a script's sampler draws: positions of which two may name one sample.
 
-    sampler or weights ── rank 0 draws an epoch ──▶ all ranks ──▶ batch t: places [t B, (t + 1) B)
+    sampler or weights ── rank 0 draws an epoch ──▶ all ranks ──▶ batch t: [t B, (t + 1) B)
 
 Each epoch is drawn once. The random streams of torch, numpy and Python, and the sampler's own
 `generator`, are seeded by (seed, epoch) for that, so that an epoch can be drawn again by another
-process. Where a sampler has further state, only its drawn order tells what it would draw: it is a
-part of the run's position.
+process. A sampler with further state can't repeat an epoch, so its drawn order is a part of the
+run's position, which snapshots and checkpoints have.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnOrder(Order):
-    """Sample order of a sampler: its places are those of the sampler's order, `size` of them.
+    """Sample order of a sampler, of `size` positions.
 
     Attributes:
         source: number of records of the source.
@@ -140,9 +140,9 @@ class DrawnOrder(Order):
         """List the records of an epoch, which is drawn, in their order; shape (samples,)."""
         return self.draws.indices(epoch)[: self.samples]
 
-    def transform_keys(self, indices: Indices, places: Indices) -> Indices:
-        """Return a number for each place: one sample at two places has two transforms."""
-        return self.source + places
+    def transform_keys(self, indices: Indices, positions: Indices) -> Indices:
+        """Return a number for each position: a sample at two of them has two transforms."""
+        return self.source + positions
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint has of it, by name."""

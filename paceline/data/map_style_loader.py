@@ -213,8 +213,8 @@ class _Asked:
         place = self._place_of(self._next)
         self._next += 1
         self.places.append(place)
-        places = np.arange(place.computed.start, place.computed.stop)
-        return _asked(self._order, place.epoch, self._indices[place.computed], places)
+        positions = np.arange(place.computed.start, place.computed.stop)
+        return _asked(self._order, place.epoch, self._indices[place.computed], positions)
 
     def require(self, place: BatchSlice) -> None:
         """Ask again from a step on, if its batch was asked for with other shares."""
@@ -222,9 +222,9 @@ class _Asked:
             self._next = place.step
 
 
-def _asked(order: Order, epoch: int, indices: Indices, places: Indices) -> list[AskedSample]:
+def _asked(order: Order, epoch: int, indices: Indices, positions: Indices) -> list[AskedSample]:
     """Return what the data set is asked for of samples at some positions of an epoch's order."""
-    keys = order.transform_keys(indices, places)
+    keys = order.transform_keys(indices, positions)
     return [(epoch, index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
 
 

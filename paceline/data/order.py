@@ -85,12 +85,12 @@ class Order:
         keys = splitmix.stream(splitmix.base(self.seed, _ORDER, epoch), self.size)
         return np.argsort(keys)[: self.samples].astype(np.int64, copy=False)
 
-    def transform_keys(self, indices: Indices, places: Indices) -> Indices:
+    def transform_keys(self, indices: Indices, positions: Indices) -> Indices:
         """Return what a sample's random transforms in an epoch depend on, shape (n,).
 
         Args:
             indices: (n,) the samples' records.
-            places: (n,) their positions in the epoch's order.
+            positions: (n,) their positions in the epoch's order.
         """
         return indices
 

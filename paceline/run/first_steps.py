@@ -150,12 +150,11 @@ class FirstSteps:
         for checksums, ranks in by_inputs.items():
             if len(ranks) > 1 and len(set(checksums)) > 1:
                 self.divided = True  # or is known not to be
-                everybody = len(ranks) == len(seen[0])
-                who = "all ranks" if everybody else name_ranks(ranks)
+                named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
                 self._say(
                     Message(
-                        f"{who} train the same samples: the model is given the same values there, "
-                        f"in each of {many(len(seen), 'step')}. Pass the data set to "
+                        f"{named} train the same samples: the model is given the same values "
+                        f"there, in each of {many(len(seen), 'step')}. Pass the data set to "
                         "paceline.loader(), which divides the batches and takes sampler= and "
                         "weights=, or give your own DataLoader a DistributedSampler("
                         "dataset, world.world_size, world.rank). An IterableDataset divides its "

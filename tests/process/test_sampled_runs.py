@@ -38,4 +38,4 @@ def test_a_sampler_draws_for_all_ranks_and_its_order_is_kept(
             for name, value in weights.items():
                 assert torch.equal(resumed[name], value), (kind, name)
         assert ledger([str(tmp_path / f"{kind}-{ranks}")]) == 0
-        assert "Exact: each place in the sampler's order was trained" in capsys.readouterr().out
+        assert "Exact: each position in the sampler's order was trained" in capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_an_evaluation_by_a_sampler(world: World) -> None:
         assert [n for _, _, numbers in loader for n in numbers.tolist()] == [5, 4, 5]
 
 
-def test_one_sample_at_two_places_has_two_transforms(world: World) -> None:
+def test_one_sample_at_two_positions_has_two_transforms(world: World) -> None:
     loader = paceline.loader(Numbered(), 4, world, train=False, sampler=[5, 5])
     ((x, _, _),) = loader
     assert not torch.equal(x[0], x[1])

@@ -205,7 +205,7 @@ def loader(
         sampler: draws the samples' numbers of each epoch, in place of `shuffle`; of a map-style
             data set. Rank 0 draws them once an epoch and sends them to all. An epoch has as many
             samples as it draws, of which two may be the same; the number stays. The ledger counts
-            the places in this order. torch's random stream, and the sampler's `generator`, are
+            the positions in this order. torch's random stream, and the sampler's `generator`, are
             seeded anew for each epoch, and `set_epoch` is called if there is one.
         weights: (samples,) finite numbers, at least 0: in each epoch, as many samples as the data
             set has are drawn with replacement, in proportion to them; in place of `sampler`.

@@ -114,9 +114,11 @@ def run_sampled(communicator: Communicator, ports: list[int], folder: str) -> di
         place(communicator, next(port))
         Curriculum.counter = itertools.count()
         run = Path(folder) / f"{kind}-{communicator.world_size}"
-        # Before the last step, so that the curriculum draws nothing afterwards.
+        # The curriculum can't be drawn again: it is killed in the last epoch. The others draw more.
+        steps = len(whole[0])
+        killed_at = steps - 1 if kind == "curriculum" else steps // EPOCHS + 3
         with suppress(Killed):
-            train(kind, run, die_before=len(whole[0]) - 1)
+            train(kind, run, die_before=killed_at)
         Curriculum.counter = itertools.count(1_000)
         place(communicator, next(port))
         results[kind] = (*whole, *train(kind, run))

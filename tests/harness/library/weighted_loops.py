@@ -184,7 +184,7 @@ def cases(world_size: int) -> list[tuple[str, str, str]]:
     """List what a world of some ranks trains: loop, loss, method."""
     methods = list(METHODS)
     found = [("own", kind, method) for kind in LOSSES for method in methods]
-    found += [("norm", "tokens", "allreduce"), ("norm", "classes", "notified")]
+    found += [("norm", "tokens", "allreduce"), ("norm", "pixels", "notified")]
     found += [("accumulated", "tokens", method) for method in methods]
     return [*found, ("averaged", "tokens", "")]
 
