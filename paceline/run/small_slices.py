@@ -20,11 +20,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.communicator import gather_counts
 from paceline.data.order import Order
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.replica.compiled_modules import visible_modules
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.update.batch_norm import SyncBatchNorm
+
+# A class with a forward of its own may do with one value.
+_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 class SmallSlices:
@@ -81,7 +84,8 @@ class SmallSlices:
             try:
                 yield
             except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
+                ours = isinstance(error, PacelineError)
+                if ours or "more than 1 value per channel" not in str(error):
                     raise
                 raise ConfigError(
                     f"{error}: a BatchNorm got one value per channel, which has no variance, "
@@ -110,6 +114,6 @@ def _layers_of(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
     for model in models:
         names = {module: name for name, module in model.named_modules()}
         for module in visible_modules(model):
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, _BatchNorm) and type(module).forward in _FORWARDS:
                 found.append((names[module], module))
     return found

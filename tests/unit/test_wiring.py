@@ -16,7 +16,7 @@ from paceline.cli.flags import parse
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
-from paceline.recorder import Recorder
+from paceline.recorder import NullRecorder, Recorder
 from paceline.run.run import Run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
@@ -319,3 +319,27 @@ def test_timeouts_reach_the_connections() -> None:
             return [*limits, communicator._limit.total_seconds()]
 
     assert run_ranks(2, on_rank) == [[7, 3]] * 2
+
+
+def test_rounds_longer_than_the_run_are_refused_and_those_longer_than_an_epoch_noted(
+    tmp_path: Path,
+) -> None:
+    words = ("--sync", "average", "--num_epochs", "2", "--average_every")
+    steps = trainer_of(tmp_path).train.steps
+    with pytest.raises(ConfigError, match=rf"average_every 99: .* the run's {2 * steps} steps"):
+        trainer_of(tmp_path, *words, "99")
+    config, recorder = config_of(*words, f"{2 * steps}"), Notes()
+    sources, run = build.open_sources(config), run_of(recorder=recorder)
+    OPEN.append(build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
+    assert any(f"more than the {steps} steps of an epoch" in text for text in recorder.texts)
+
+
+class Notes(NullRecorder):
+    """Recorder of the notes' texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def event(self, name: str, **fields: object) -> None:
+        if name == "note":
+            self.texts.append(str(fields["text"]))
