@@ -17,7 +17,6 @@ from paceline.algorithms.average import WeightAverage
 from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
-from paceline.config.average import require_merge
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
 from paceline.reduce.buckets import Bucket
@@ -49,12 +48,10 @@ def average_weights(
         steps: the number of the run's steps, if it is known.
 
     Raises:
-        ConfigError: there are more fragments than buckets, there are no momenta to average, rounds
-            are longer than the run, or the run can't have a server.
+        ConfigError: there are more fragments than buckets, there are no momenta to average, or
+            the run can't have a server.
         CommError: a peer was lost, or silent, or no server came.
     """
-    if steps is not None:
-        require_merge(average.every, steps)
     alone = config.transport == "nixl"  # it shares no memory
     met = meet_server(run, model, config, average) if average.through == "server" else None
     codec = merge_codec(config.wire)

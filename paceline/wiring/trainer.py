@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline.config.average import require_merge
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
@@ -88,7 +89,11 @@ def build_trainer(
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
-    start.check_order(order_of(config, len(sources.train)), sources.train.fingerprint)
+    order = order_of(config, len(sources.train))
+    start.check_order(order, sources.train.fingerprint)
+    average = average_from_flags(config.sync.sync, config.average)
+    if average is not None:
+        require_merge(average.every, optim.num_epochs * order.steps)
     recorder = run.recorder
     torch.manual_seed(optim.seed)
     share = BatchShare()
@@ -165,7 +170,6 @@ def build_trainer(
         steps=optim.num_epochs * train.steps - position.number,
         report=lambda note: recorder.event("note", text=str(note)),
     )
-    average = average_from_flags(config.sync.sync, config.average)
     replica: Replica | AveragedReplica
     if average is None:
         sync = start.keep_bucket_size(config.sync)
