@@ -83,7 +83,9 @@ def test_one_sample_at_two_positions_has_two_transforms(world: World) -> None:
     assert not torch.equal(x[0], x[1])
 
 
-@pytest.mark.parametrize("draws", [{}, {"generator": torch.Generator().manual_seed(1)}], ids=str)
+@pytest.mark.parametrize(
+    "draws", [{}, {"generator": torch.Generator().manual_seed(1)}], ids=["torch's", "its own"]
+)
 def test_the_scripts_random_stream_and_the_order_know_nothing_of_each_other(
     world: World, draws: dict[str, Any]
 ) -> None:
