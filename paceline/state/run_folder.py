@@ -64,6 +64,7 @@ class RunFolder:
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
         self._created = False
+        self._found = False  # it was there before this start
 
     def check(self, config: Mapping[str, object], *, anew: bool = False) -> None:
         """Look whether a run of this configuration may have the folder; change nothing of it.
@@ -103,7 +104,8 @@ class RunFolder:
         self._refuse_other(config)
         with explained_writes(self.path):
             try:
-                self._created = not self.path.exists()
+                self._found = self.path.exists()
+                self._created = not self._found
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock(0)
                 known = _read(self.path / CONFIG_NAME)
@@ -191,7 +193,7 @@ class RunFolder:
             if last:
                 self._lock_path.unlink()
         os.close(lock)
-        if not self.begun:  # it was discarded while this process held it
+        if not self.begun and not self._found:  # it was discarded while this process held it
             with suppress(OSError):
                 self.path.rmdir()
         return last

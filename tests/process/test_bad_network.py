@@ -197,7 +197,7 @@ def test_an_interface_that_isnt_there_is_refused(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = (
-        "--distributed_interfaces eth77: this machine has no such interface with an IPv4 address; "
+        "--distributed_interfaces eth77: this machine has no such interface with an address; "
         r"it has .*lo.*\."
     )
     words = f"{WORDS} --file_store_path meet --distributed_interfaces eth77"

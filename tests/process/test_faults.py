@@ -173,7 +173,11 @@ def test_the_others_continue_whenever_in_an_epoch_workers_die(
 
 @pytest.mark.parametrize(
     ("words", "lost"),
-    [(SYNCS["allreduce"], 1), (SYNCS["sharded"], 0), (("--sync", "average"), 2)],
+    [
+        (SYNCS["allreduce"], 1),
+        (SYNCS["sharded"], 0),
+        (("--sync", "average", "--average_every", "2"), 2),
+    ],
     ids=["allreduce", "sharded", "average"],
 )
 def test_the_others_continue_where_a_worker_dies_before_the_first_step(

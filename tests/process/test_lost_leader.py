@@ -47,6 +47,6 @@ def test_the_next_rank_0_writes_what_the_killed_one_wrote(tmp_path: Path) -> Non
     assert saved["position"]["number"] == EPOCHS * STEPS
     assert saved["position"]["generation"] == 1
     assert int((run / "generation").read_text()) == 1
-    (weights,) = run.glob("*.pt")
+    (weights,) = (path for path in run.glob("*.pt") if "_best" not in path.name)
     state = torch.load(weights, weights_only=True)
     assert all(torch.equal(value, saved["model"][name]) for name, value in state.items())

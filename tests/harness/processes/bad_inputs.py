@@ -106,7 +106,8 @@ def require_run_answer(bad: Bad, folder: Path) -> Result:
         ended = command.wait(LIMIT)
     require_message(ended, bad.status, bad.message)
     if not bad.writes:
-        assert contents(folder) == before
+        left = contents(folder)
+        assert left == before, {*left} ^ {*before}
     return ended
 
 
