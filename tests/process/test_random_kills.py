@@ -86,8 +86,8 @@ def main(count: int) -> None:
         undisturbed = undisturbed_in(folder)
         for seed in range(count):
             text = check(folder, seed, undisturbed)
-            losses = text.count("was killed by SIGKILL")
-            print(f"seed {seed}: {losses} ranks were killed, all sums are equal", flush=True)
+            losses = text.count(" as generation ")
+            print(f"seed {seed}: {losses} generations were lost, all sums are equal", flush=True)
 
 
 if __name__ == "__main__":
