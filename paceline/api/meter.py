@@ -145,7 +145,9 @@ class Meter:
     """
 
     def __init__(self, meters: Meters, loop: ScriptLoop, names: Sequence[str]) -> None:
-        self._meters, self._loop, self._names = meters, loop, names
+        self._meters = meters
+        self._loop = loop
+        self._names = names
         self._number = meters.add(names)
         self._of_evaluation: bool | None = None  # what it adds up; None: nothing yet
 

@@ -102,7 +102,9 @@ class Session:
         options = EvidenceOptions(
             peer_timeout=self.peer_timeout, timeout=later, idle_timeout=self.idle_timeout
         )
-        group, store, report = self.joined.group, self.joined.store, print_message_for_scripts
+        group = self.joined.group
+        store = self.joined.store
+        report = print_message_for_scripts
         # Other launchers end all processes where one is lost.
         if self.joined.launcher != "paceline" or self.default_group:
             watched = watch_peers(group, store, options=options, limit=first, report=report)
@@ -121,7 +123,8 @@ class Session:
         Raises:
             CommError: a rank is late.
         """
-        group, store = self.joined.group, self.joined.store
+        group = self.joined.group
+        store = self.joined.store
         run = open_run(group, store, self.device, self.timeouts, self.link, self.waits)
         return self.resources.enter_context(run)
 
@@ -139,7 +142,8 @@ class Session:
             steps: how many this rank has made.
             operation: what the peer is missing from.
         """
-        group, store = self.joined.group, self.joined.store
+        group = self.joined.group
+        store = self.joined.store
 
         def look() -> CommError | None:
             for rank in range(group.size):

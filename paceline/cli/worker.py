@@ -60,7 +60,8 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        link, waits = None, NO_PEERS
+        link = None
+        waits = NO_PEERS
         if survives and config.output.snapshots:
             group, link = _join_membership(config, group, store)
         elif group.size > 1:

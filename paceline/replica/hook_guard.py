@@ -14,7 +14,7 @@ comparison of a gradient that a hook has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -98,7 +98,7 @@ class HookGuard:
             del self._comparisons[place]
         if foreign:
             self._comparisons[place] = _Comparison(
-                *(self._names[index], hooks, foreign, lambda: self.compares),
+                *(self, self._names[index], hooks, foreign),
                 accumulated=accumulated,
             )
 
@@ -107,24 +107,24 @@ class _Comparison:
     """Comparison of a gradient before and after a script's hooks on one parameter.
 
     Args:
+        guard: knows whether changes of the gradient are refused.
         name: the parameter's name.
         hooks: the list of hooks that the script's are in, by their numbers.
         foreign: the script's.
-        compares: returns whether changes of the gradient are refused.
         accumulated: whether they get the parameter, after accumulation, or the gradient.
     """
 
     def __init__(
         self,
+        guard: HookGuard,
         name: str,
         hooks: _Hooks,
         foreign: _Hooks,
-        compares: Callable[[], bool],
         *,
         accumulated: bool,
     ) -> None:
         self._name = name
-        self._compares = compares
+        self._guard = guard
         self._accumulated = accumulated
         self.compared = set(foreign)
         self._given: tuple[Tensor, int, Tensor] | None = None
@@ -149,7 +149,7 @@ class _Comparison:
 
     def _before(self, value: Tensor) -> None:
         gradient = self._gradient(value)
-        if gradient is not None and self._compares():
+        if gradient is not None and self._guard.compares:
             self._given = gradient, gradient._version, gradient.detach().clone()
 
     def _after(self, value: Tensor) -> None:

@@ -98,7 +98,8 @@ class Steps:
         first_steps: FirstSteps | None = None,
     ) -> None:
         self.speeds = speeds
-        self.first_steps = first_steps
+        self._looks_first = first_steps
+        self.first_steps = first_steps  # None after the first steps of a generation
         self._snapshots = snapshots
         self._check = snapshots.check
         self._replica, self.run = replica, run
@@ -146,6 +147,9 @@ class Steps:
         self._check.begin_generation(self.position.number)
         if self.speeds is not None:
             self.speeds.begin_generation()
+        # Anew on all ranks, so that their rows are of one length: one that was away may have made
+        # fewer steps.
+        self.first_steps = self._looks_first
         if self.first_steps is not None:
             self.first_steps.begin_generation()
         self._checkpoints.begin_generation(self.position.number, saved=saved)

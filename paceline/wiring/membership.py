@@ -47,6 +47,7 @@ from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id
 from paceline.state.snapshots import SnapshotName
+from paceline.wiring.peer_line import expect_members
 
 _BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
 
@@ -128,18 +129,8 @@ def _connect(
     membership: Membership, generation: Generation, member: Member, store: Store, limit: float
 ) -> None:
     deadline = monotonic() + limit
-    line, prefix = membership.line, f"{generation.key_prefix}/control"
-    store.set(f"{prefix}/{member.id}", json.dumps([member.address, line.port]))
-    keys = {f"{prefix}/{one.id}": rank for rank, one in enumerate(generation.members)}
-
-    def missing_text(missing: list[str]) -> str:
-        names = ", ".join(generation.describe(keys[key]) for key in missing)
-        return f"{names} didn't open a control line within {limit:g} s."
-
-    await_keys(store, list(keys), limit, missing_text)
-    for key, one in zip(keys, generation.members, strict=True):
-        address, port = json.loads(store.get(key))
-        line.expect(one.id, address, port)
+    line = membership.line
+    expect_members(line, generation, member, store, limit)
     for machine in generation.machines:
         if store.check([supervisor_key(generation, machine)]):
             entry: dict[str, Any] = json.loads(store.get(supervisor_key(generation, machine)))

@@ -16,7 +16,7 @@ from paceline.cluster.membership.control_line.activities import Activities
 from paceline.cluster.membership.control_line.frame_kinds import DOING, control_secret
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
-from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.peer_waits import NO_PEERS, PeerWaits
@@ -106,21 +106,9 @@ def watch_peers(
         return NoLine()
     peers = PeerLine(group, options, report)
     try:
-        generation, deadline = group.generation, monotonic() + limit
-        prefix = f"{generation.key_prefix}/control"
-        store.set(
-            f"{prefix}/{group.member.id}", json.dumps([group.member.address, peers.line.port])
-        )
-        keys = {f"{prefix}/{one.id}": rank for rank, one in enumerate(generation.members)}
-
-        def missing_text(missing: list[str]) -> str:
-            names = ", ".join(generation.describe(keys[key]) for key in missing)
-            return f"{names} didn't open a control line within {limit:g} s."
-
-        await_keys(store, list(keys), limit, missing_text)
-        for key, one in zip(keys, generation.members, strict=True):
-            address, port = json.loads(store.get(key))
-            peers.line.expect(one.id, address, port)
+        generation = group.generation
+        deadline = monotonic() + limit
+        expect_members(peers.line, generation, group.member, store, limit)
         peers.line.wait_connected(
             [one.id for one in generation.members],
             max(0.0, min(_CONNECT_S, deadline - monotonic())),
@@ -129,6 +117,35 @@ def watch_peers(
         peers.close()
         raise
     return peers
+
+
+def expect_members(
+    line: ControlLine, generation: Generation, member: Member, store: Store, limit: float
+) -> None:
+    """Let a control line connect to those of all members; collective.
+
+    Args:
+        line: this member's.
+        generation: the generation of the start.
+        member: this process.
+        store: the store of the start.
+        limit: seconds for all members to come.
+
+    Raises:
+        CommTimeout: a member didn't come in time; names it.
+    """
+    prefix = f"{generation.key_prefix}/control"
+    store.set(f"{prefix}/{member.id}", json.dumps([member.address, line.port]))
+    keys = {f"{prefix}/{one.id}": rank for rank, one in enumerate(generation.members)}
+
+    def missing_text(missing: list[str]) -> str:
+        names = ", ".join(generation.describe(keys[key]) for key in missing)
+        return f"{names} didn't open a control line within {limit:g} s."
+
+    await_keys(store, list(keys), limit, missing_text)
+    for key, one in zip(keys, generation.members, strict=True):
+        address, port = json.loads(store.get(key))
+        line.expect(one.id, address, port)
 
 
 _CONNECT_S = 5.0  # a line that can't be reached is no error: its rank's waits aren't extended

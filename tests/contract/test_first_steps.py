@@ -15,7 +15,7 @@ from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import Message
 from paceline.replica.input_checksum import InputChecksum
-from paceline.run.first_steps import FirstSteps
+from paceline.run.first_steps import STEPS, FirstSteps
 from paceline.run.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of
@@ -95,6 +95,29 @@ def test_other_batches_and_constants_are_not_reported(batch: Batch) -> None:
 
 def test_batches_that_a_loader_divides_are_not_compared() -> None:
     assert reports(lambda rank, step: seeded(step), divided=True) == []
+
+
+def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> None:
+    def on_rank(communicator: Communicator) -> list[int]:
+        run, position = run_of(communicator), Position()
+        model = nn.Linear(4, 3)
+        first = FirstSteps(run, position, [model], print, gpu=False, averaged=False)
+        away = communicator.rank == 1
+        lengths = []
+        for numbers in (range(4 if away else STEPS + 2), range(STEPS + 2, 2 * STEPS + 4)):
+            position.number = numbers.start
+            first.begin_generation()
+            for number in numbers:
+                place = ORDER.place(0, number, communicator.rank, communicator.world_size)
+                first.begin(number)
+                F.cross_entropy(model(torch.randn(8, 4)), torch.zeros(8).long()).backward()
+                lengths.append(len(first.row(place)))
+        first.close()
+        return lengths[-(STEPS + 2) :]
+
+    one, other = run_ranks(2, on_rank)
+    assert one == other
+    assert one == [4] * STEPS + [0, 0]
 
 
 class Named(nn.Module):

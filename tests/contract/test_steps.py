@@ -82,6 +82,7 @@ class Rank:
             value_count=2,
             device=cpu,
             snapshots=snapshots,
+            first_steps=options.get("first_steps"),
         )
 
     def place(self, number: int) -> BatchSlice:
@@ -109,6 +110,40 @@ def until_stopped(rank: Rank, numbers: range = range(20)) -> int:
         except Stop:
             return number
     return numbers.stop
+
+
+class Looked:
+    """What a script's first steps are looked at by; here, two steps of each generation."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def begin_generation(self) -> None:
+        self.left = 2
+
+    def begin(self, number: int) -> None:
+        self.left -= 1
+
+    def row(self, batch: BatchSlice) -> list[float]:
+        return [1.0] if self.left >= 0 else []
+
+    def receive(self, summary: object) -> None: ...
+
+
+def test_the_first_steps_of_each_generation_are_looked_at(tmp_path: Path) -> None:
+    """On all ranks, or their summaries would be of unequal length."""
+
+    def work(communicator: Communicator) -> list[bool]:
+        rank, looks = Rank(communicator, tmp_path, first_steps=Looked()), []
+        for number in range(8):
+            if number == 5:
+                rank.steps.end_steps()
+                rank.steps.begin_generation(saved=False)
+            rank.train(number)
+            looks.append(rank.steps.first_steps is not None)
+        return looks
+
+    assert run_ranks(2, work) == [[True, True, False, False, False, True, True, False]] * 2
 
 
 def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_loss_scalers_state_continues_and_its_options_are_edited() -> None:
 
 
 class Average:
-    """An object of a script's own: nobody knows which of its values are options."""
+    """An object of a script's own: which of its values are options isn't known."""
 
     def __init__(self, decay: float) -> None:
         self.values: dict[str, Any] = {"decay": decay, "updates": 0}

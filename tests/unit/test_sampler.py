@@ -110,7 +110,7 @@ def test_generators_of_two_seeds_draw_two_orders(world: World) -> None:
 
 
 class Epochs(Sampler[int]):
-    """Draws by the epoch that it is told, as DistributedSampler's kin do."""
+    """Draws by the epoch that `set_epoch` gives, as DistributedSampler's kin do."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []

@@ -109,7 +109,8 @@ class Evaluation:
 
         Where none is missing, the meters' sums are those of all ranks.
         """
-        rollback, meters = self._loop.rollback, self._loop.meters
+        rollback = self._loop.rollback
+        meters = self._loop.meters
         while rollback.reach(self._place):
             try:
                 communicator, done = self._run.context.communicator, torch.from_numpy(self._done)

@@ -105,7 +105,8 @@ class Loader(CurrentBatch):
 
     def _metered_batches(self) -> Iterator[Any]:
         """Yield the batches of an evaluation, and merge the meters' sums at the end."""
-        context, meters = self._world._run.context, self._world._loop.meters
+        context = self._world._run.context
+        meters = self._world._loop.meters
         with meters.evaluate():
             yield from self._evaluation_batches()
         if meters.count:

@@ -5,7 +5,7 @@
                and at which line of the script
 
 A rank that waits for its peers looks here. A peer that works outside a step is waited for. A peer
-that makes another call, or a step instead of a call, would be waited for in vain.
+that makes another call, or a step instead of a call, never comes to this one.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Activities(PeerWaits):
         """Require that no peer makes another call than this rank, or has gone on without it.
 
         Raises:
-            ConfigError: one does, so that this rank would wait in vain.
+            ConfigError: one does, which never comes to what this rank waits for.
         """
         if not self._call or not self._checked or self._calls < 0 or self._doing == STEP:
             return
