@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
 
+from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.data.order import Indices
 from paceline.data.upload import Uploaded
 from paceline.errors import DataError
@@ -63,17 +64,6 @@ class BatchMaker(Protocol):
         """Measure: a batch of `samples` was taken after a wait of `waited` seconds."""
 
 
-@dataclass
-class DecodeDevice:
-    """Where a run's images are decoded now.
-
-    Attributes:
-        name: "cpu" or "cuda".
-    """
-
-    name: str
-
-
 class SwitchedBatches:
     """Maker of batches on the CPU or on the GPU, as `present` says when they are begun."""
 
@@ -90,8 +80,12 @@ class SwitchedBatches:
         return making
 
     def wait(self, makings: Sequence[Making], timeout: float) -> bool:
-        """Wait until samples are made."""
-        return all(self._maker_of[each.serial].wait([each], timeout) for each in makings)
+        """Wait until samples are made; `timeout` is that of all makers together."""
+        deadline = monotonic() + timeout
+        return all(
+            self._maker_of[each.serial].wait([each], max(0.0, deadline - monotonic()))
+            for each in makings
+        )
 
     def on_device(self, parts: Sequence[Part]) -> Uploaded:
         """Return a batch of parts in their order; those of one batch may have two makers."""

@@ -97,6 +97,12 @@ def test_a_link_to_all_classes_is_no_class(tmp_path: Path, target: str) -> None:
     assert (found.classes, found.circles) == (("cat",), ("everything",))
 
 
+def test_a_folder_that_cannot_be_listed_says_what_to_check(tmp_path: Path) -> None:
+    (tmp_path / "all").touch()
+    with pytest.raises(DataError, match=r"all can't be listed: Not a directory\. Check the disk"):
+        scan(tmp_path / "all")
+
+
 @pytest.mark.parametrize("target", ["/nowhere/dogs", "dog"])  # not mounted; itself
 def test_a_class_that_is_a_link_to_nothing_is_an_error(tmp_path: Path, target: str) -> None:
     put(tmp_path, "cat/1.jpg", b"")

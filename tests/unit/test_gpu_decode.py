@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paceline.data.batch_maker import DecodeDevice, SwitchedBatches
-from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.batch_maker import SwitchedBatches
+from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
 from paceline.data.decoding.ring import Ring, Room
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
@@ -329,7 +329,7 @@ def test_nvjpeg_gets_the_files_of_a_batch_at_once(gpu: Any) -> None:
     files = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (b"one", b"two")]
     assert len(decoder.decode(files)) == 2
     assert package.calls == [b"one", b"two", ("grey", "cuda:1")]
-    require_gpu_decoding()
+    require_gpu_decoding("cuda")
     assert package.calls[-1] == ("rgb", "cuda:2")
 
 
@@ -350,9 +350,9 @@ def test_pixels_are_kept_until_the_kernels_of_an_earlier_launch_have_read_them(g
 OTHERWISE = ", or decode by --decode_device cpu."
 
 
-def _refused() -> str:
+def _refused(given: str = "cuda") -> str:
     with pytest.raises(ConfigError) as caught:
-        require_gpu_decoding()
+        require_gpu_decoding(given)
     return str(caught.value)
 
 
@@ -361,6 +361,7 @@ def test_without_a_device_decoding_on_the_gpu_is_refused() -> None:
         "--decode_device cuda: it needs a CUDA device, and torch finds none here; start it where "
         "one is" + OTHERWISE
     )
+    assert _refused("auto").startswith("--decode_device auto: it needs a CUDA device")
 
 
 def test_without_torchvision_or_triton_decoding_on_the_gpu_is_refused(

@@ -122,7 +122,10 @@ def scan(folder: Path) -> ClassFolders:
             circles=tuple(circles),
         )
     except OSError as error:
-        raise DataError(f"{error.filename} can't be listed: {error.strerror}.") from error
+        raise DataError(
+            f"{error.filename} can't be listed: {error.strerror}. Check the disk, and that this "
+            "user may read the folder."
+        ) from error
     _refuse_parts(found)
     return found
 

@@ -1,6 +1,6 @@
 """Make a database of another one: of another kind, in another format, or encoded anew.
 
-    source → read, check, encode (threads) → write → index → rename
+    source → read, check, encode (processes) → write → index → rename
              in bounded memory               in order
 
 Keys, their order, labels and the labels' names stay. An unchanged value is copied byte for byte;
@@ -19,7 +19,7 @@ from paceline.data.db.open_database import open_database
 from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.image_errors import DamagedImage, UnreadImage
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import StoredForm, check_image, stored_form
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
@@ -131,10 +131,8 @@ def _made(
             form = StoredForm(record.image)
         else:
             form = stored_form(record.image, config.encoding, value_range=config.value_range)
-    except UnreadImage as error:
-        return DataError(f"{source.name(number)} can't be read: {error}. {error.remedy}.")
     except DamagedImage as error:
-        return DataError(f"{source.name(number)} has a damaged image: {error}.")
+        return DataError(error.sentence(source.name(number)))
     except DataError as error:
         return error
     if form.image is not record.image or record_format != source.format:

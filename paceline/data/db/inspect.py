@@ -1,6 +1,6 @@
 """Read a whole database and report what is in it: every record is decoded once.
 
-records → read, check (threads) → counts, in the order of the keys
+records → read, check (processes) → counts, in the order of the keys
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ def _examine(source: IndexedSource, number: int) -> tuple[tuple[str, tuple[int, 
         record = source[number]
         return check_image(record.image), record.label
     except DamagedImage as error:
-        return f"{source.name(number)} has a damaged image: {error}."
+        return error.sentence(source.name(number))
     except DataError as error:
         return str(error)

@@ -112,6 +112,16 @@ def _make(
         except DataError as error:
             bad.append(BadRecord(chunk.serial, record, str(error)))
         except Exception as error:
-            text = f"{maker.name(record)} can't be decoded: {error!r}."
-            bad.append(BadRecord(chunk.serial, record, text))
+            bad.append(BadRecord(chunk.serial, record, _sentence(maker.name(record), error)))
     return bad
+
+
+def _sentence(name: str, error: Exception) -> str:
+    """Say what is wrong with a record, where its maker has no sentence of its own."""
+    if isinstance(error, OSError):
+        file = f": {error.filename}" if error.filename else ""
+        return (
+            f"{name} can't be read ({error.strerror or error}{file}): check the disk, and that "
+            "this user may read its files."
+        )
+    return f"{name} can't be decoded ({type(error).__name__}: {error}): repair or remove it."

@@ -130,7 +130,8 @@ def _child(
             maker.close()
         status = 0
     except BaseException as error:
-        print(f"paceline: a decode process ends: {error!r}", file=sys.stderr, flush=True)
+        text = f"{type(error).__name__}: {error}"
+        print(f"paceline: a decode process ends: {text}", file=sys.stderr, flush=True)
     finally:
         os._exit(status)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from paceline.data.decoding.fork_server import BOOT, ServerSetup
 from paceline.data.decoding.maker import Maker
 from paceline.errors import DataError
 
-_END_S = 1.0  # within which decode processes end by themselves
+_END_S = 1.0  # within which the killed server ends, when the run does
 _KILLED_S = 10.0  # within which the kernel ends a killed process, unless a disk hangs
 
 
@@ -130,24 +131,38 @@ class ServerProcess:
         """Kill the server, and with it all decode processes."""
         self._server.kill()
 
-    def close(self) -> None:
-        """End the server and its decode processes; those in the middle of a read are killed."""
+    def close(self, seconds: float) -> None:
+        """End the server and its decode processes; those in the middle of a read are killed.
+
+        Args:
+            seconds: that they have to end by themselves. A killed one that doesn't end within
+                another second, because its read hangs, is left behind.
+        """
+        deadline = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        with suppress(DataError):  # a read that hangs is left behind
-            while self.processes and poll.poll(1000 * _END_S):
+        with suppress(DataError):
+            while self.processes and poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 self.ended()
         self.socket.close()
         try:
-            self._server.wait(_END_S)
+            self._server.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._server.kill()
-            self._server.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._server.wait(_END_S)
 
     def _all_ended(self) -> list[Ended]:
         """Wait until the kernel has killed all processes of a server that ended."""
         self._server.kill()
-        self._server.wait()
+        try:
+            self._server.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise DataError(
+                f"The server of the decode processes (pid {self._server.pid}) was killed and "
+                f"hasn't ended within {_KILLED_S:g} s: repair the disk or network, and start the "
+                "same command again to resume."
+            ) from None
         ended = []
         for worker, process in self.processes.items():
             with suppress(ProcessLookupError):

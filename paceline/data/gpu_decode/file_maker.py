@@ -25,8 +25,7 @@ from paceline.data.source import Pixels
 NOTHING, FILE, SAMPLE = range(3)
 KIND, LENGTH, HEIGHT, WIDTH = range(4)  # cells of a header, before the plan
 PLAN = slice(4, 4 + FIELDS)
-_CELLS = 22
-HEADER = 8 * _CELLS  # bytes
+HEADER = 8 * PLAN.stop  # bytes
 _LONGEST = 2**23  # bytes of a file; a longer one is decoded here. Memory is used only where written
 
 

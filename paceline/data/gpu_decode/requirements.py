@@ -18,23 +18,28 @@ _PACKAGES = {
 }
 
 
-def require_gpu_decoding() -> None:
+def require_gpu_decoding(given: str) -> None:
     """Check that this process can decode on its current CUDA device, by a file of one colour.
+
+    Args:
+        given: the `--decode_device` that asks for it.
 
     Raises:
         ConfigError: it has no such device, torchvision or Triton is missing or doesn't import, or
             nvJPEG refuses the file.
     """
     if not torch.cuda.is_available():
-        raise _refusal("it needs a CUDA device, and torch finds none here", "start it where one is")
+        raise _refusal(
+            given, "it needs a CUDA device, and torch finds none here", "start it where one is"
+        )
     for package, remedy in _PACKAGES.items():
         try:
             import_module(package)
         except ModuleNotFoundError:
-            raise _refusal(f"it needs {package}, which isn't installed", remedy) from None
+            raise _refusal(given, f"it needs {package}, which isn't installed", remedy) from None
         except Exception as error:  # torchvision beside torch's CPU wheel: a RuntimeError
             rule = f"it needs {package}, which doesn't import: {reason_of(error)}"
-            raise _refusal(rule, remedy) from error
+            raise _refusal(given, rule, remedy) from error
     encoded: bytes = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
     file = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     device = torch.device("cuda", torch.cuda.current_device())  # by number, as the training's
@@ -42,9 +47,9 @@ def require_gpu_decoding() -> None:
         TorchvisionDecoder(channels=3, device=device).decode([file])
     except RuntimeError as error:
         rule = f"nvJPEG, through torchvision, can't decode here: {reason_of(error)}"
-        raise _refusal(rule, _PACKAGES["torchvision"]) from error
+        raise _refusal(given, rule, _PACKAGES["torchvision"]) from error
 
 
-def _refusal(rule: str, remedy: str) -> ConfigError:
+def _refusal(given: str, rule: str, remedy: str) -> ConfigError:
     other = Message("{}, or decode by {--decode_device} cpu", remedy)
-    return ConfigError(flag="decode_device", value="cuda", rule=rule, remedy=other)
+    return ConfigError(flag="decode_device", value=given, rule=rule, remedy=other)

@@ -23,7 +23,7 @@ from PIL import ImageOps
 from paceline.data.image.augment import Box, View
 from paceline.data.image.color_jitter import jittered
 from paceline.data.image.formats import check_size, eight_bit, open_image, reason_of
-from paceline.data.image.image_errors import DamagedImage
+from paceline.data.image.image_errors import DamagedImage, UnreadImage
 from paceline.data.image.jpeg import jpeg_orientation, jpeg_pixels, jpeg_size
 from paceline.data.image.pixels import place, recolored, resized, upright
 from paceline.data.source import Pixels
@@ -124,4 +124,5 @@ def _short_side(box: Box) -> int:
 
 
 def _damaged(name: Name, error: Exception) -> DataError:
-    return DataError(f"{name()} can't be decoded: {reason_of(error)}.")
+    remedy = f" {error.remedy}." if isinstance(error, UnreadImage) else ""
+    return DataError(f"{name()} can't be decoded: {reason_of(error)}.{remedy}")

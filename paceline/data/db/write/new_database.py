@@ -96,4 +96,8 @@ def new_database(
             raise DataError(
                 f"{dest}: the disk is full; {reason}. Free space or choose another disk."
             ) from error
-        raise DataError(f"{dest} can't be written ({error}); {reason}.") from error
+        said = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{dest} can't be written ({said}); {reason}. Choose a folder that this user may write "
+            "to."
+        ) from error
