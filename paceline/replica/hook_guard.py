@@ -14,7 +14,7 @@ comparison of a gradient that a hook has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +43,8 @@ class HookGuard:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters = parameters
+        self._names = names
         self.compares = True
         self._next = -1  # the number of the first hook that the last look can't have seen
         self._comparisons: dict[tuple[int, bool], _Comparison] = {}
@@ -98,8 +99,7 @@ class HookGuard:
             del self._comparisons[place]
         if foreign:
             self._comparisons[place] = _Comparison(
-                *(self._names[index], hooks, foreign, lambda: self.compares),
-                accumulated=accumulated,
+                self._names[index], hooks, foreign, self, accumulated=accumulated
             )
 
 
@@ -110,7 +110,7 @@ class _Comparison:
         name: the parameter's name.
         hooks: the list of hooks that the script's are in, by their numbers.
         foreign: the script's.
-        compares: returns whether changes of the gradient are refused.
+        guard: knows whether changes of the gradient are refused.
         accumulated: whether they get the parameter, after accumulation, or the gradient.
     """
 
@@ -119,12 +119,12 @@ class _Comparison:
         name: str,
         hooks: _Hooks,
         foreign: _Hooks,
-        compares: Callable[[], bool],
+        guard: HookGuard,
         *,
         accumulated: bool,
     ) -> None:
         self._name = name
-        self._compares = compares
+        self._guard = guard
         self._accumulated = accumulated
         self.compared = set(foreign)
         self._given: tuple[Tensor, int, Tensor] | None = None
@@ -149,11 +149,12 @@ class _Comparison:
 
     def _before(self, value: Tensor) -> None:
         gradient = self._gradient(value)
-        if gradient is not None and self._compares():
+        if gradient is not None and self._guard.compares:
             self._given = gradient, gradient._version, gradient.detach().clone()
 
     def _after(self, value: Tensor) -> None:
-        given, self._given = self._given, None
+        given = self._given
+        self._given = None
         gradient = self._gradient(value)
         if given is None or gradient is None:
             return
@@ -187,7 +188,8 @@ class _Comparison:
         if before.layout is not torch.strided or before.shape != after.shape:
             return False
         limits = torch.finfo(before.dtype)
-        finite, size = before.isfinite(), before.abs()
+        finite = before.isfinite()
+        size = before.abs()
         kept = finite & (after != 0)
         wrong = (before == 0) & (after != 0) | ~finite & after.isfinite()
         if not bool(kept.any()):

@@ -143,7 +143,7 @@ class Decoding:
         # torchvision is imported only where the GPU decodes.
         jpeg = TorchvisionDecoder(channels=data.num_channels, device=self._device)
         decoder = GpuBatchDecoder(maker, **pixels, jpeg=jpeg)
-        cuda = DeviceBatches(self.pool, FileMaker(maker), decoder, self._thread)
+        cuda = DeviceBatches(self.pool, FileMaker(**vars(maker)), decoder, self._thread)
         return SwitchedBatches(self.present, cpu, cuda)
 
     def _all_can_use_gpu(self, given: str, chosen: str) -> bool:

@@ -97,7 +97,7 @@ def _make(
         jpeg=planes,
         channels_last=True,
     )
-    with _room(FileMaker(maker), _backwards(images)) as (room, bad):
+    with _room(FileMaker(**vars(maker)), _backwards(images)) as (room, bad):
         batch = batches.make(3, room)
     batch.receive()
     batches.close()
@@ -225,7 +225,7 @@ def test_a_label_out_of_range_is_named_as_on_the_cpu() -> None:
 def test_large_photographs_are_decoded_by_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     images = _photographs()
     whole, _ = _make(images, _transform())
-    monkeypatch.setattr(decoder_module, "_PORTION", 2000)
+    monkeypatch.setattr(decoder_module, "_SUB_BATCH", 2000)
     batch, planes = _make(images, _transform())
     assert planes.calls == [1, 2, 1]
     assert torch.equal(batch.images, whole.images)
@@ -413,7 +413,9 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
         gpu = GpuBatchDecoder(
             maker, mean=MEAN, std=STD, device=CPU, jpeg=PlaneDecoder(3), channels_last=True
         )
-        switched = SwitchedBatches(present, cpu, DeviceBatches(pool, FileMaker(maker), gpu, thread))
+        switched = SwitchedBatches(
+            present, cpu, DeviceBatches(pool, FileMaker(**vars(maker)), gpu, thread)
+        )
         loaders = [DatabaseLoader(order, each, skip_bad=True) for each in (cpu, switched)]
         for number, divided in enumerate(shares):
             step = number % 3

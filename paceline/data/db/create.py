@@ -58,7 +58,7 @@ def create_database(config: DbCreateConfig, meter: Meter) -> NewDatabase:
         config.dest, config.db_type, record_format=config.format, label_names=found.classes
     ) as database:
         database.skipped = found.skipped
-        database.circles = found.circles
+        database.link_cycles = found.link_cycles
         database.reduced.value_range = config.value_range
         _write_records(config, found.candidates, database, meter)
     return database

@@ -9,6 +9,7 @@ here competes with the training step for the interpreter's lock.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -22,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
-from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
-from paceline.data.decoding.maker import Maker
+from paceline.data.decoding.decode_chunks import BadRecord, Maker, decode_chunks
 from paceline.data.decoding.ring import CopyEvent, Ring, Room
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
@@ -316,7 +316,7 @@ class DecodePool:
             self._next_look = now + _LOOK_S
             self._kill_stopped(self._server, waited)
         ended = self._server.ended()
-        if not self._server.alive:
+        if self._server.process.poll() is not None:
             self._server.socket.close()
             self._server = self._new_server()
         for each in ended:
@@ -325,7 +325,7 @@ class DecodePool:
     def _receive_reports(self) -> None:
         with suppress(BlockingIOError):
             while True:
-                report = BadRecord.unpack(self._reported.recv(1 << 16))
+                report = BadRecord(*json.loads(self._reported.recv(1 << 16)))
                 if report.serial in self._works:
                     self._works[report.serial].bad[report.record] = DataError(report.text)
 
@@ -371,8 +371,8 @@ class DecodePool:
 
     def _kill_stopped(self, server: ServerProcess, waited: Sequence[Work]) -> None:
         """Kill processes that a signal has stopped, or that hold up samples while others work."""
-        if _is_stopped(server.pid):
-            server.kill()  # it reports no end, and starts nothing
+        if _is_stopped(server.process.pid):
+            server.process.kill()  # it reports no end, and starts nothing
             return
         late = {
             worker

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
-from paceline.data.decoding.decode_chunks import decode_chunks
-from paceline.data.decoding.maker import Maker
+from paceline.data.decoding.decode_chunks import Maker, decode_chunks
 from paceline.data.decoding.ring import MappedRooms
 
 _PR_SET_PDEATHSIG = 1

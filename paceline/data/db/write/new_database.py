@@ -33,7 +33,7 @@ class NewDatabase:
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.
         skipped: the number of files that aren't images.
-        circles: links that weren't followed, because they lead to a folder above them.
+        link_cycles: links that weren't followed, because they lead to a folder above them.
         damaged: for each image or record that was left out because it can't be read, its name and
             its defect.
         reduced: counts the images that lose transparency or bits.
@@ -45,7 +45,7 @@ class NewDatabase:
     keys: list[bytes]
     labels: list[int] = field(default_factory=list)
     skipped: int = 0
-    circles: tuple[str, ...] = ()
+    link_cycles: tuple[str, ...] = ()
     damaged: list[str] = field(default_factory=list)
     reduced: ReducedImages = field(default_factory=ReducedImages)
 
