@@ -83,6 +83,22 @@ def test_an_error_without_a_sentence_becomes_one() -> None:
         )
 
 
+class WordySource(ListSource):
+    """Raises a text of characters that take the most bytes in a report."""
+
+    def __getitem__(self, index: int) -> Record:
+        raise ValueError("\U0001d11e" * 20_000)
+
+
+def test_a_long_report_is_cut_and_not_torn() -> None:
+    with closing(DecodePool(0)) as pool:
+        batches = host_batches(pool, WordySource(numbered(1)))
+        work = batches.begin(0, np.arange(1))
+        assert batches.wait([work], 30)
+        told = "record 0 can't be decoded (ValueError: \U0001d11e"
+        assert str(work.bad[0]).startswith(told)
+
+
 class SlowBatches:
     """Maker that needs half the limit of each wait."""
 
