@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -21,9 +21,6 @@ from gpu_turns import Contender, Turns
 from photographs import jpeg, photograph, write_photographs
 from rounds import paired_ratio
 
-from paceline.config.data import DataConfig
-
-FLAGS = {field.name for field in fields(DataConfig)}  # an earlier version has other ones
 CEILING = "plain torch, synthetic images"
 AUTO_RATIO = 0.97  # to the faster way; less is another choice
 NVJPEG_BATCHES, NVJPEG_BATCH = 10, 256
@@ -93,7 +90,7 @@ def input_(setting: Setting) -> Iterator[Row]:
     size = SMALL if setting.small else TRAINING
     runs = _Runs(setting, size)
     contenders = {CEILING: runs.plain(), **runs.by_workers()}
-    if not setting.small and "decode_device" in FLAGS:
+    if not setting.small:
         contenders |= runs.by_device()
     with Jobs(setting) as jobs:
         turns = Turns(contenders, jobs, setting)
@@ -107,8 +104,6 @@ def input_(setting: Setting) -> Iterator[Row]:
             yield _row(ours, rates, theirs, setting)
     if setting.small:
         yield not_measured("decoding on the GPU", "it needs one")
-    elif "decode_device" not in FLAGS:
-        yield not_measured("decoding on the GPU", "this version has no --decode_device")
     else:
         yield from _choices(rates, max(size.workers))
 
@@ -183,11 +178,10 @@ class _Runs:
 
     def by_workers(self) -> dict[str, Contender]:
         """Return Paceline and DataLoader with each number of processes."""
-        flag = "--decode_workers" if "decode_workers" in FLAGS else "--decode_threads"
         contenders = {}
         for count in self._size.workers:
             ours, theirs = _names(count)
-            contenders[ours] = self.train(flag, str(count))
+            contenders[ours] = self.train("--decode_workers", str(count))
             contenders[theirs] = self.plain(count)
         return contenders
 

@@ -83,7 +83,8 @@ def __dir__() -> list[str]:
 
 def _note_at_exit() -> None:
     """Say that a script has imported this package and torch and ends without having joined."""
-    failed, is_command = hasattr(sys, "last_value"), "paceline.cli.main" in sys.modules
+    failed = hasattr(sys, "last_value")
+    is_command = "paceline.cli.main" in sys.modules
     if failed or is_command or "torch" not in sys.modules:
         return
     if note := import_module("paceline.cluster.environment").note_at_exit():

@@ -111,8 +111,8 @@ def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
         yield f"{written.skipped:,} files that aren't images: skipped."
-    if written.circles:
-        yield "Skipped links to a folder above them: " + ", ".join(written.circles)
+    if written.link_cycles:
+        yield "Skipped links to a folder above them: " + ", ".join(written.link_cycles)
     yield from written.reduced.notes()
     if written.damaged:
         yield f"{many(len(written.damaged), unit)} skipped:"

@@ -61,7 +61,8 @@ class DbCreateConfig:
     at the first one."""
 
     workers: int = 0
-    """Processes that read, decode and encode, this one included. 0: one per core."""
+    """Processes that read, decode and encode, this command's
+    included; fewer than 200 images take one. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
@@ -109,7 +110,8 @@ class DbConvertConfig:
     read-only."""
 
     workers: int = 0
-    """Processes that read, decode and encode, this one included. 0: one per core."""
+    """Processes that read, decode and encode, this command's
+    included; fewer than 200 records take one. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")
@@ -128,7 +130,8 @@ class DbInfoConfig:
     read-only."""
 
     workers: int = 0
-    """Processes that read and decode, this one included. 0: one per core."""
+    """Processes that read and decode, this command's included;
+    fewer than 200 records take one. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "workers")

@@ -9,28 +9,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
 import torch
 
+from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.data.order import Indices
 from paceline.data.upload import Uploaded
 from paceline.errors import DataError
 
 
 class Making(Protocol):
-    """Samples under construction.
+    """Samples under construction; equal to themselves alone.
 
     Attributes:
-        serial: a number that no other samples of the run have.
         records: the records' numbers, shape (n,).
         bad: what is wrong with records that give no sample, by number; complete after `wait`.
     """
 
-    @property
-    def serial(self) -> int: ...
     @property
     def records(self) -> Indices: ...
     @property
@@ -64,40 +61,31 @@ class BatchMaker(Protocol):
         """Measure: a batch of `samples` was taken after a wait of `waited` seconds."""
 
 
-@dataclass
-class DecodeDevice:
-    """Where a run's images are decoded now.
-
-    Attributes:
-        name: "cpu" or "cuda".
-    """
-
-    name: str
-
-
 class SwitchedBatches:
     """Maker of batches on the CPU or on the GPU, as `present` says when they are begun."""
 
     def __init__(self, present: DecodeDevice, cpu: BatchMaker, cuda: BatchMaker) -> None:
         self._present = present
         self._makers = {"cpu": cpu, "cuda": cuda}
-        self._maker_of: dict[int, BatchMaker] = {}  # by serial number
+        self._maker_of: dict[Making, BatchMaker] = {}
 
     def begin(self, epoch: int, records: Indices) -> Making:
         """Begin to make samples."""
         maker = self._makers[self._present.name]
         making = maker.begin(epoch, records)
-        self._maker_of[making.serial] = maker
+        self._maker_of[making] = maker
         return making
 
     def wait(self, makings: Sequence[Making], timeout: float) -> bool:
-        """Wait until samples are made."""
-        end = monotonic() + timeout
-        return all(self._maker_of[each.serial].wait([each], end - monotonic()) for each in makings)
+        """Wait until samples are made; `timeout` is that of all makers together."""
+        deadline = monotonic() + timeout
+        return all(
+            self._maker_of[each].wait([each], max(0.0, deadline - monotonic())) for each in makings
+        )
 
     def on_device(self, parts: Sequence[Part]) -> Uploaded:
         """Return a batch of parts in their order; those of one batch may have two makers."""
-        made = [self._maker_of[making.serial].on_device([(making, at)]) for making, at in parts]
+        made = [self._maker_of[making].on_device([(making, at)]) for making, at in parts]
         if len(made) == 1:
             return made[0]
         copied = next((each.copied for each in reversed(made) if each.copied is not None), None)
@@ -106,7 +94,7 @@ class SwitchedBatches:
 
     def release(self, making: Making, copied: torch.cuda.Event | None) -> None:
         """Give samples up."""
-        self._maker_of.pop(making.serial).release(making, copied)
+        self._maker_of.pop(making).release(making, copied)
 
     def taken(self, samples: int, waited: float) -> None:
         """Measure the maker that is used at present."""

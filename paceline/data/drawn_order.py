@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler
 from paceline.comm.communicator import Communicator, broadcast_state
 from paceline.data import splitmix
 from paceline.data.order import Indices, Order
-from paceline.data.stream import seeded
+from paceline.data.seeded_dataset import kept_streams, seed_streams
 from paceline.errors import ConfigError, many
 
 _SAMPLER = 8  # a purpose of random streams
@@ -103,7 +103,8 @@ class Draws:
         if self._generator is not None:
             self._generator.manual_seed(seed % 2**63)
         set_epoch = getattr(self._sampler, "set_epoch", None)
-        with seeded(seed):
+        with kept_streams():
+            seed_streams(seed)
             if callable(set_epoch):
                 set_epoch(epoch)
             indices = _numbers(self._sampler, self._records)

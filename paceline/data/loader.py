@@ -17,6 +17,7 @@ before. So the trained samples don't depend on the rank that read it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,7 +121,7 @@ class DatabaseLoader:
         self._timeout = timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
         self._begun: dict[BatchSlice, list[_Part]] = {}
-        self._uses: dict[int, int] = {}  # parts that are begun, by the making's serial number
+        self._uses: Counter[Making] = Counter()  # parts that are begun
         self._indices: dict[int, Indices] = {}  # by epoch
 
     def batch(self, place: BatchSlice, ahead: Sequence[BatchSlice] = ()) -> Batch:
@@ -190,8 +191,7 @@ class DatabaseLoader:
         if at < positions.stop:
             parts.append(self._new_part(place.epoch, range(at, positions.stop)))
         for part in parts:
-            serial = part.making.serial
-            self._uses[serial] = self._uses.get(serial, 0) + 1
+            self._uses[part.making] += 1
         return parts
 
     def _new_part(self, epoch: int, positions: range) -> _Part:
@@ -204,10 +204,9 @@ class DatabaseLoader:
     def _release(self, parts: Sequence[_Part], copied: torch.cuda.Event | None = None) -> None:
         """Give rooms back that no other batch uses."""
         for part in parts:
-            serial = part.making.serial
-            self._uses[serial] -= 1
-            if not self._uses[serial]:
-                del self._uses[serial]
+            self._uses[part.making] -= 1
+            if not self._uses[part.making]:
+                del self._uses[part.making]
                 self._maker.release(part.making, copied)
 
     def _on_device(self, parts: Sequence[_Part], bad: Mapping[int, DataError]) -> Uploaded:

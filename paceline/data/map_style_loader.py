@@ -165,11 +165,7 @@ class MappedLoader:
             ),
             **self._options,
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "This process .* is multi-threaded", DeprecationWarning
-            )
-            batches: Any = iter(loader)
+        batches = begun(loader)
         try:
             yield batches
         finally:
@@ -251,6 +247,13 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
         )
     if num_workers < 0:
         raise ConfigError(f"num_workers is {num_workers}; it must be at least 0.")
+
+
+def begun(loader: DataLoader[Any]) -> Any:
+    """Return a DataLoader's iterator, whose processes are forked beside this one's threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return iter(loader)
 
 
 @contextmanager

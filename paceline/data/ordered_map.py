@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from paceline.data.decoding.chunk_queue import MAX_WORKERS
-from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.decode_pool import DecodePool, Work
 from paceline.data.order import Indices
 from paceline.data.source import Pixels
 from paceline.errors import DataError
@@ -90,23 +90,24 @@ def ordered_map(
         function: can be pickled, and so can the items and its results.
         items: its arguments.
         noun: what an item is, for errors.
-        workers: number of decode processes, this process included; 0 is one a core.
+        workers: number of processes, of which this one's thread is one: at most MAX_WORKERS; 0 is
+            one a core. Few items take this one alone.
         meter: is called after each result has been dealt with.
 
     Raises:
-        DataError: the function has raised an error, or ended its process again and again, or a disk
-            doesn't respond.
+        DataError: the function has raised an error, or ended its process again and again, there
+            isn't enough memory, or a disk doesn't respond.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS)
     processes = workers - 1 if len(items) >= _FEW else 0
     maker = _ItemMaker(function, items, noun)
-    pool = DecodePool(processes, thread=True)
+    pool = DecodePool(processes, thread=True, alone="--workers 1")
     number = pool.add(maker)
     size = _ROOM * workers // _ROOMS + 1
     rooms = (np.arange(at, min(at + size, len(items))) for at in range(0, len(items), size))
-    begun = deque(pool.begin(number, 0, records) for records in islice(rooms, _ROOMS))
     done = 0
     try:
+        begun = deque(_begin(pool, number, rooms, _ROOMS))
         while begun:
             work = begun.popleft()
             if not pool.wait([work], _LIMIT_S):
@@ -122,6 +123,18 @@ def ordered_map(
                 done += 1
                 meter(done, len(items))
             pool.release(work)
-            begun.extend(pool.begin(number, 0, records) for records in islice(rooms, 1))
+            begun.extend(_begin(pool, number, rooms, 1))
     finally:
         pool.close()
+
+
+def _begin(pool: DecodePool, maker: int, rooms: Iterator[Indices], count: int) -> list[Work]:
+    """Begin the next rooms.
+
+    Raises:
+        DataError: there is no memory for one.
+    """
+    try:
+        return [pool.begin(maker, 0, records) for records in islice(rooms, count)]
+    except MemoryError as error:
+        raise DataError(f"{error}: free memory, or use fewer processes (--workers N).") from error

@@ -62,7 +62,8 @@ class ResultQueue(Queue):  # type: ignore[type-arg]
         match item:
             case (number, _):
                 with suppress(ValueError):  # closed: the process ends
-                    self.put((number, _Unsent(str(error))))
+                    # Without the address that pickle gives of an object.
+                    self.put((number, _Unsent(re.sub(r" at 0x[0-9a-f]+", "", str(error)))))
             case _:
                 super()._on_queue_feeder_error(error, item)  # type: ignore[misc]
 

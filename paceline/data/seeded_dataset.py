@@ -11,7 +11,8 @@ and the caller's are put back behind it:
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,17 +70,30 @@ class SeededDataset(Dataset[Any]):
         A `DataLoader` calls this method once per batch, where a data set has it. The random streams
         of devices are not changed.
         """
-        ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
+        with kept_streams():
             return [self._make(*place) for place in places]
-        finally:
-            random.setstate(ours)
-            np.random.set_state(numpys)
-            torch.set_rng_state(torchs)
 
     def _make(self, epoch: int, index: int, key: int) -> Any:
-        seed = splitmix.base(self._seed, _TRANSFORM, epoch, key)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        seed_streams(splitmix.base(self._seed, _TRANSFORM, epoch, key))
         return self._dataset[index]
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Restore the process's CPU random streams behind a block."""
+    pythons = random.getstate()
+    numpys = np.random.get_state()
+    torchs = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed the process's CPU random streams."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)

@@ -10,22 +10,19 @@ beginning yields the same batches.
 
 from __future__ import annotations
 
-import random
-import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import default_collate
 
 from paceline.data import splitmix
-from paceline.data.map_style_loader import as_data_errors
+from paceline.data.map_style_loader import as_data_errors, begun
 from paceline.data.result_queue import as_context
+from paceline.data.seeded_dataset import kept_streams, seed_streams
 
 _WORKERS, _IN_PROCESS = 6, 7  # purposes of random streams
 _TIMEOUT_S = 600.0  # the longest wait for a batch of the worker processes
@@ -74,13 +71,15 @@ class Stream:
             generator=torch.Generator().manual_seed(base),
             **options,
         )
-        number, batches = 0, None
+        number = 0
+        batches = None
         try:
             while True:
                 seed = splitmix.base(self.seed, _IN_PROCESS, epoch, rank, number)
-                with as_data_errors(self.num_workers), seeded(seed):
+                with as_data_errors(self.num_workers), kept_streams():
+                    seed_streams(seed)
                     if batches is None:
-                        batches = _started(loader)
+                        batches = begun(loader)
                     batch = next(batches, None)
                 if batch is None:
                     return
@@ -92,26 +91,5 @@ class Stream:
                     batches._shutdown_workers()  # an error's traceback may refer to them
 
 
-def _started(loader: DataLoader[Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return iter(loader)
-
-
 def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
     return len(samples), collate(samples)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the process's CPU random streams inside, and restore the caller's."""
-    ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)
-        torch.set_rng_state(torchs)

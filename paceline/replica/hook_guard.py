@@ -98,8 +98,7 @@ class HookGuard:
             del self._comparisons[place]
         if foreign:
             self._comparisons[place] = _Comparison(
-                *(self, self._names[index], hooks, foreign),
-                accumulated=accumulated,
+                self, self._names[index], hooks, foreign, accumulated=accumulated
             )
 
 

@@ -250,7 +250,8 @@ class ReplicaHooks:
 
         Autograd calls a closure in half of the time of a `partial` of a method.
         """
-        gradients, number = self.gradients, self.gradients.numbers[index]
+        gradients = self.gradients
+        number = gradients.numbers[index]
         bucket = self.synchronizer.buckets[number]
 
         def done(parameter: Tensor) -> None:
@@ -400,7 +401,8 @@ class ReplicaHooks:
 
     def _refuse_written(self) -> None:
         """Refuse parameters that were written during this backward."""
-        parameters, before = self._hooked.values(), self._versions
+        parameters = self._hooked.values()
+        before = self._versions
         if before == [p._version for p in parameters]:
             return
         changed = (

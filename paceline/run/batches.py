@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.data.batch_maker import DecodeDevice
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.run import Run

@@ -17,8 +17,8 @@ from statistics import median
 import torch
 
 from paceline.comm.communicator import total
-from paceline.data.batch_maker import DecodeDevice
 from paceline.data.batch_slice import BatchSlice
+from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.errors import many
 from paceline.run.position import Position
 from paceline.run.run import Run

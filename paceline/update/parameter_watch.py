@@ -300,7 +300,8 @@ class GradientGuard:
                 raise self._make_error(names[same.index(False)])
             if (written := _marks_of(gradients)) != marks:
                 views = [gradient._is_view() for gradient in gradients]  # they count others' writes
-                written, marks = _without(views, written), _without(views, marks)
+                written = _without(views, written)
+                marks = _without(views, marks)
                 if written != marks:
                     raise self._make_error(_first_difference(names, written, marks))
 

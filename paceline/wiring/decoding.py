@@ -10,8 +10,8 @@ import torch
 from paceline.comm.communicator import total
 from paceline.config.data import MAX_DECODE_WORKERS
 from paceline.config.train import TrainConfig
-from paceline.data.batch_maker import BatchMaker, DecodeDevice, SwitchedBatches
-from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.batch_maker import BatchMaker, SwitchedBatches
+from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
 from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.gpu_decode.decoder import GpuBatchDecoder
 from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
@@ -59,7 +59,9 @@ class Decoding:
             self._gpu = False
             self.tries = False
             chosen = "cpu"
-        self.present = DecodeDevice(chosen or ("cuda" if self._gpu else "cpu"))
+        self.present = DecodeDevice(
+            chosen or ("cuda" if self._gpu else "cpu"), measured=given == "auto"
+        )
         self._thread = DecodeThread() if self._gpu else None
         group = run.context.group
         # One core is the training process's own.
@@ -73,6 +75,7 @@ class Decoding:
             workers,
             cuda=device.type == "cuda",
             limit=limit,
+            device=self.present,
             note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
         )
 
@@ -140,7 +143,7 @@ class Decoding:
         # torchvision is imported only where the GPU decodes.
         jpeg = TorchvisionDecoder(channels=data.num_channels, device=self._device)
         decoder = GpuBatchDecoder(maker, **pixels, jpeg=jpeg)
-        cuda = DeviceBatches(self.pool, FileMaker(maker), decoder, self._thread)
+        cuda = DeviceBatches(self.pool, FileMaker(**vars(maker)), decoder, self._thread)
         return SwitchedBatches(self.present, cpu, cuda)
 
     def _all_can_use_gpu(self, given: str, chosen: str) -> bool:

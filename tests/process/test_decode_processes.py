@@ -178,7 +178,7 @@ def test_a_fork_server_that_is_killed_or_stopped_is_replaced(kind: signal.Signal
         found = [loader.batch(0, 0)]
         server = loader.pool._server
         assert server is not None
-        os.kill(server.pid, kind)
+        os.kill(server.process.pid, kind)
         for process in server.processes.values():
             os.kill(process, signal.SIGKILL)
         found += [loader.batch(0, step) for step in range(1, loader.steps)]
@@ -248,7 +248,7 @@ with loader_of(ListSource(photographs(30)), 4, workers=3) as loader:
     loader.batch(0, 0)
     loader.batch(0, 1)
     server = loader.pool._server
-    print(server.pid, *server.processes.values(), flush=True)
+    print(server.process.pid, *server.processes.values(), flush=True)
     sys.stdin.read()
 """
 

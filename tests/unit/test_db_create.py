@@ -318,6 +318,7 @@ def test_a_report_names_the_first_damaged_record_by_its_key(tmp_path: Path) -> N
     assert report.first_damaged is not None
     assert '"00000002_class0/2.jpg" of ' in report.first_damaged
     assert "has a damaged image: " in report.first_damaged
+    assert report.first_damaged.endswith(". Repair or remove it.")
 
 
 def test_a_read_only_database_without_an_index_is_reported_too(tmp_path: Path) -> None:

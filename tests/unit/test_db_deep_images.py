@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from paceline.cli.main import main
+from paceline.config.db import DbInfoConfig
+from paceline.data.db.inspect import inspect_database
 from paceline.data.image.augment import View
 from paceline.data.image.decode import decode
 from paceline.data.image.image_errors import DamagedImage, UnreadImage
@@ -117,9 +119,21 @@ def test_pixels_that_are_no_numbers_are_damage() -> None:
         stored_form(file(pixels), "raw", value_range=(0, 1))
 
 
+def test_a_report_on_a_record_whose_white_is_not_stated_says_what_to_do(tmp_path: Path) -> None:
+    image = NOT_STATED["signed 32-bit integers"]
+    write_lmdb(tmp_path / "db", [(b"0", encoded_tensorprotos(image, 0))])
+    report = inspect_database(DbInfoConfig(path=tmp_path / "db"), lambda done, total: None)
+    assert report.first_damaged is not None
+    assert "can't be read: its pixels are signed 32-bit" in report.first_damaged
+    assert "with --encoding png --value_range LOW HIGH" in report.first_damaged
+
+
 def test_training_on_a_record_whose_white_is_not_stated_names_it() -> None:
     out = np.zeros((32, 32, 3), np.uint8)
-    with pytest.raises(DataError, match="record 5 can't be decoded: its pixels are signed 32-bit"):
+    with pytest.raises(
+        DataError,
+        match=r"record 5 can't be decoded: its pixels are signed .* --value_range LOW HIGH",
+    ):
         decode(
             NOT_STATED["signed 32-bit integers"],
             lambda width, height: View(box=(0, 0, 32, 32), size=32),
@@ -135,7 +149,7 @@ def test_training_on_a_record_whose_white_is_not_stated_names_it() -> None:
         (
             [],
             1,
-            "a/0.tif can't be read: its pixels are signed 32-bit .* Give paceline db create",
+            "a/0.tif can't be read: its pixels are signed 32-bit .* png --value_range LOW",
         ),
         (
             ["--value_range", "-1000", "3000"],

@@ -42,7 +42,7 @@ def test_hidden_names_files_beside_the_classes_and_linked_circles_are_skipped(
     found = scan(tmp_path)
     assert found.classes == ("a",)
     assert [c.name for c in found.candidates] == ["a/1.jpg"]
-    assert (found.skipped, found.circles) == (3, ("a/again",))
+    assert (found.skipped, found.link_cycles) == (3, ("a/again",))
 
 
 def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_links_to_folders_and_files_are_followed_at_any_depth(tmp_path: Path) ->
         "cat/more/3.jpg",
         "cat/more/chain/old/1.jpg",
     ]
-    assert (found.skipped, found.circles) == (0, ())
+    assert (found.skipped, found.link_cycles) == (0, ())
 
 
 @pytest.mark.parametrize("target", [".", "..", "../..", "../../cat", "../../../.."])
@@ -77,7 +77,7 @@ def test_a_link_in_a_circle_is_left_out_and_named(tmp_path: Path, target: str) -
     (tmp_path / "all/cat/sub/round").symlink_to(target)
     found = scan(tmp_path / "all")
     assert [c.name for c in found.candidates] == ["cat/sub/1.jpg"]
-    assert (found.classes, found.circles) == (("cat",), ("cat/sub/round",))
+    assert (found.classes, found.link_cycles) == (("cat",), ("cat/sub/round",))
 
 
 def test_links_from_two_classes_to_each_other_end(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_links_from_two_classes_to_each_other_end(tmp_path: Path) -> None:
         (tmp_path / one / "other").symlink_to(tmp_path / other)
     found = scan(tmp_path)
     assert [c.name for c in found.candidates if c.label == 0] == ["cat/1.jpg", "cat/other/1.jpg"]
-    assert found.circles == ("cat/other/other", "dog/other/other")
+    assert found.link_cycles == ("cat/other/other", "dog/other/other")
 
 
 @pytest.mark.parametrize("target", [".", "..", "cat/.."])
@@ -94,7 +94,13 @@ def test_a_link_to_all_classes_is_no_class(tmp_path: Path, target: str) -> None:
     put(tmp_path, "all/cat/1.jpg", b"")
     (tmp_path / "all/everything").symlink_to(target)
     found = scan(tmp_path / "all")
-    assert (found.classes, found.circles) == (("cat",), ("everything",))
+    assert (found.classes, found.link_cycles) == (("cat",), ("everything",))
+
+
+def test_a_folder_that_cannot_be_listed_says_what_to_check(tmp_path: Path) -> None:
+    (tmp_path / "all").touch()
+    with pytest.raises(DataError, match=r"all can't be listed: Not a directory\. Check the disk"):
+        scan(tmp_path / "all")
 
 
 @pytest.mark.parametrize("target", ["/nowhere/dogs", "dog"])  # not mounted; itself

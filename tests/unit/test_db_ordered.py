@@ -61,7 +61,7 @@ def deadly(folder: Path, tests: int, item: int) -> int:
 
 def test_an_item_that_kills_its_process_is_named(tmp_path: Path) -> None:
     make = partial(deadly, tmp_path, os.getpid())
-    named = r"^3 decode processes have died while they decoded item 5; .* by SIGKILL"
+    named = r"^3 decode processes have died .* item 5; .* by SIGKILL\. .*: repair or remove it"
     with pytest.raises(DataError, match=named):
         list(ordered_map(make, range(300), noun="item", workers=2, meter=silent))
 
@@ -99,8 +99,24 @@ def test_an_exception_comes_at_its_items_place() -> None:
 
     results = ordered_map(work, range(10), noun="item", workers=2, meter=silent)
     assert list(islice(results, 3)) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"^item 3 .*ValueError: 3; repair or remove it"):
+    with pytest.raises(
+        DataError, match=r"^item 3 can't be decoded \(ValueError: 3\): repair or remove it\."
+    ):
         next(results)
+
+
+def test_no_more_processes_are_used_than_the_queue_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ordered_map_module, "MAX_WORKERS", 1)
+    results = list(ordered_map(doubled, range(250), noun="item", workers=300, meter=silent))
+    assert {process for _, process, _ in results} == {os.getpid()}
+
+
+def test_no_memory_for_results_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered_map_module._ItemMaker, "sample_bytes", 2**58)
+    with pytest.raises(DataError, match=r"tried to allocate .*: free memory, or use fewer .*--wor"):
+        list(ordered_map(str, range(3), noun="item", workers=1, meter=silent))
 
 
 def test_the_meter_is_told_after_each_result() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.data.batch_maker import DecodeDevice
+from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.data.order import Order
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.position import Position

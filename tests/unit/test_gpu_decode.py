@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paceline.data.batch_maker import DecodeDevice, SwitchedBatches
-from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.batch_maker import SwitchedBatches
+from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
 from paceline.data.decoding.ring import Ring, Room
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
@@ -97,7 +97,7 @@ def _make(
         jpeg=planes,
         channels_last=True,
     )
-    with _room(FileMaker(maker), _backwards(images)) as (room, bad):
+    with _room(FileMaker(**vars(maker)), _backwards(images)) as (room, bad):
         batch = batches.make(3, room)
     batch.receive()
     batches.close()
@@ -225,7 +225,7 @@ def test_a_label_out_of_range_is_named_as_on_the_cpu() -> None:
 def test_large_photographs_are_decoded_by_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     images = _photographs()
     whole, _ = _make(images, _transform())
-    monkeypatch.setattr(decoder_module, "_PORTION", 2000)
+    monkeypatch.setattr(decoder_module, "_SUB_BATCH", 2000)
     batch, planes = _make(images, _transform())
     assert planes.calls == [1, 2, 1]
     assert torch.equal(batch.images, whole.images)
@@ -350,9 +350,9 @@ def test_pixels_are_kept_until_the_kernels_of_an_earlier_launch_have_read_them(g
 OTHERWISE = ", or decode by --decode_device cpu."
 
 
-def _refused() -> str:
+def _refused(given: str = "cuda") -> str:
     with pytest.raises(ConfigError) as caught:
-        require_gpu_decoding("cuda")
+        require_gpu_decoding(given)
     return str(caught.value)
 
 
@@ -361,6 +361,7 @@ def test_without_a_device_decoding_on_the_gpu_is_refused() -> None:
         "--decode_device cuda: it needs a CUDA device, and torch finds none here; start it where "
         "one is" + OTHERWISE
     )
+    assert _refused("auto").startswith("--decode_device auto: it needs a CUDA device")
 
 
 def test_without_torchvision_or_triton_decoding_on_the_gpu_is_refused(
@@ -412,7 +413,9 @@ def test_a_loader_takes_batches_of_both_devices() -> None:
         gpu = GpuBatchDecoder(
             maker, mean=MEAN, std=STD, device=CPU, jpeg=PlaneDecoder(3), channels_last=True
         )
-        switched = SwitchedBatches(present, cpu, DeviceBatches(pool, FileMaker(maker), gpu, thread))
+        switched = SwitchedBatches(
+            present, cpu, DeviceBatches(pool, FileMaker(**vars(maker)), gpu, thread)
+        )
         loaders = [DatabaseLoader(order, each, skip_bad=True) for each in (cpu, switched)]
         for number, divided in enumerate(shares):
             step = number % 3

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, DataError
 
-PARTS = {  # the usual names of a data set's parts
+SPLITS = {  # the usual names of a data set's splits
     *("train", "training", "val", "valid", "validation", "dev", "eval", "evaluation"),
     *("test", "testing", "holdout"),
 }
@@ -68,14 +68,14 @@ class ClassFolders:
     Attributes:
         skipped: number of entries that are left out: files next to the class folders, hidden
             entries, and entries that are neither files nor folders.
-        circles: links to a folder above them, which are left out too.
+        link_cycles: links to a folder above them, which are left out too.
     """
 
     folder: Path
     classes: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     skipped: int
-    circles: tuple[str, ...]
+    link_cycles: tuple[str, ...]
 
 
 def scan(folder: Path) -> ClassFolders:
@@ -84,8 +84,8 @@ def scan(folder: Path) -> ClassFolders:
     A link to no file is a candidate, which can't be read.
 
     Raises:
-        ConfigError: there is no class folder, the folders are the parts of a data set, or a class's
-            name can't be a line of a text file.
+        ConfigError: there is no class folder, the folders are the splits of a data set, or a
+            class's name can't be a line of a text file.
         DataError: a folder can't be listed, or a class folder is a link to nothing.
     """
     try:
@@ -101,7 +101,7 @@ def scan(folder: Path) -> ClassFolders:
                 f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
             )
         candidates: list[Candidate] = []
-        circles = [name for name in folders if name not in classes]
+        link_cycles = [name for name in folders if name not in classes]
         skipped = len(names) - len(folders)
         for label, name in enumerate(classes):
             if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
@@ -109,7 +109,7 @@ def scan(folder: Path) -> ClassFolders:
                     f"{str(folder / name)!r}: the name of a class must be UTF-8 without line "
                     "breaks; rename the folder."
                 )
-            for path in _walk(folder / name, name, above, circles):
+            for path in _walk(folder / name, name, above, link_cycles):
                 if path is None:
                     skipped += 1
                 else:
@@ -119,14 +119,14 @@ def scan(folder: Path) -> ClassFolders:
             classes=tuple(classes),
             candidates=tuple(candidates),
             skipped=skipped,
-            circles=tuple(circles),
+            link_cycles=tuple(link_cycles),
         )
     except OSError as error:
         raise DataError(
-            f"{error.filename} can't be listed: {error.strerror}; give read permission, "
-            "or repair the disk."
+            f"{error.filename} can't be listed: {error.strerror}. Check the disk, and that this "
+            "user may read the folder."
         ) from error
-    _refuse_parts(found)
+    _refuse_splits(found)
     return found
 
 
@@ -142,7 +142,7 @@ def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
 
 
 def _walk(
-    folder: Path, name: str, above: tuple[_Identity, ...], circles: list[str]
+    folder: Path, name: str, above: tuple[_Identity, ...], link_cycles: list[str]
 ) -> Iterator[str | None]:
     """Yield names of files below `folder`, beginning with `name`, sorted; None for skipped ones.
 
@@ -150,11 +150,11 @@ def _walk(
         folder: the folder.
         name: its name in the data set.
         above: the folders that lead to it.
-        circles: receives the names of links to one of them, or to the folder itself.
+        link_cycles: receives the names of links to one of them, or to the folder itself.
     """
     own = _identity(folder)
     if own in above:
-        circles.append(name)
+        link_cycles.append(name)
         return
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda e: e.name):
@@ -163,7 +163,7 @@ def _walk(
             if _is_left_behind(entry.name):
                 yield None
             elif path.is_dir() if entry.is_symlink() else entry.is_dir():
-                yield from _walk(path, entry_name, (*above, own), circles)
+                yield from _walk(path, entry_name, (*above, own), link_cycles)
             else:
                 is_file = path.is_file() if entry.is_symlink() else entry.is_file()
                 yield entry_name if is_file or _is_dead_link(path) else None
@@ -195,17 +195,17 @@ def _refuse_dead_links(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _refuse_parts(found: ClassFolders) -> None:
-    """Refuse folders named as parts of a data set, if one is empty or names in them recur."""
-    parts: dict[str, set[str]] = {name: set() for name in found.classes if name.lower() in PARTS}
-    empty = set(parts)
+def _refuse_splits(found: ClassFolders) -> None:
+    """Refuse folders named as splits of a data set, if one is empty or names in them recur."""
+    splits: dict[str, set[str]] = {name: set() for name in found.classes if name.lower() in SPLITS}
+    empty = set(splits)
     for candidate in found.candidates:
         name, *subfolders, _ = candidate.name.split("/")
-        if name in parts:
+        if name in splits:
             empty.discard(name)
-            parts[name].update(subfolders[:1])
-    with_folders = [name for name, subfolders in parts.items() if subfolders]
-    recurring = len(set().union(*parts.values())) < sum(map(len, parts.values()))
+            splits[name].update(subfolders[:1])
+    with_folders = [name for name, subfolders in splits.items() if subfolders]
+    recurring = len(set().union(*splits.values())) < sum(map(len, splits.values()))
     if recurring or (empty and with_folders):
         folders = " and ".join(f"{name}/" for name in with_folders)
         first = next((n for n in with_folders if n.lower().startswith("train")), with_folders[0])

@@ -19,7 +19,7 @@ from paceline.data.db.open_database import open_database
 from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.image_errors import DamagedImage, image_sentence
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import StoredForm, check_image, stored_form
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
@@ -132,7 +132,7 @@ def _made(
         else:
             form = stored_form(record.image, config.encoding, value_range=config.value_range)
     except DamagedImage as error:
-        return DataError(image_sentence(source.name(number), error))
+        return DataError(error.sentence(source.name(number)))
     except DataError as error:
         return error
     if form.image is not record.image or record_format != source.format:

@@ -23,7 +23,7 @@ from paceline.data.db.formats.record_formats import encode_record
 from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.image_errors import DamagedImage, UnreadImage
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import (
     StoredForm,
     check_readable,
@@ -58,7 +58,7 @@ def create_database(config: DbCreateConfig, meter: Meter) -> NewDatabase:
         config.dest, config.db_type, record_format=config.format, label_names=found.classes
     ) as database:
         database.skipped = found.skipped
-        database.circles = found.circles
+        database.link_cycles = found.link_cycles
         database.reduced.value_range = config.value_range
         _write_records(config, found.candidates, database, meter)
     return database
@@ -149,15 +149,9 @@ def _stored(
     try:
         check_readable(data, candidate.name)
         form = stored_form(data, config.encoding, config.resize, config.value_range)
-    except UnreadImage as error:
-        return _Unread(
-            str(error),
-            f"{path} can't be read: {error}. {error.remedy}, or give --skip_damaged to skip such "
-            "images.",
-        )
     except DamagedImage as error:
-        return _Unread(
-            str(error),
-            f"{path} is a damaged image: {error}. Repair or remove it, or give --skip_damaged.",
+        sentence = error.sentence(
+            f"{path}", state="is a damaged image", otherwise=", or give --skip_damaged"
         )
+        return _Unread(f"{error}", sentence)
     return encode_record(form.image, candidate.label, config.format), form

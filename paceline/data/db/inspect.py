@@ -16,7 +16,7 @@ from paceline.config.db import DbInfoConfig, DbType, RecordFormat
 from paceline.data.db.database_files import kind_of
 from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import open_database
-from paceline.data.image.image_errors import DamagedImage, image_sentence
+from paceline.data.image.image_errors import DamagedImage
 from paceline.data.image.image_file import check_image
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import DataError
@@ -94,6 +94,6 @@ def _examine(source: IndexedSource, number: int) -> tuple[tuple[str, tuple[int, 
         record = source[number]
         return check_image(record.image), record.label
     except DamagedImage as error:
-        return image_sentence(source.name(number), error)
+        return error.sentence(source.name(number))
     except DataError as error:
         return str(error)

@@ -33,8 +33,10 @@ _NODE = struct.Struct("=HHHH")
 _ROOT_AND_LAST = struct.Struct("=QQQ")  # in a meta page: root, last page, transaction
 _META_ROOT = 16 + 24 + 48 + 40  # header, version and map, the free pages' tree, before the root
 _PAGE_NUMBER = struct.Struct("=Q")
-_BRANCH, _LEAF = 1, 2
-_ON_OWN_PAGES, _IS_DATABASE = 1, 2
+_BRANCH = 1  # kinds of pages
+_LEAF = 2
+_ON_OWN_PAGES = 1  # flags of a node
+_IS_DATABASE = 2
 _NONE = 2**64 - 1  # the root of an empty tree
 
 

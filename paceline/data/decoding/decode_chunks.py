@@ -7,23 +7,53 @@ the training process.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
-from paceline.data.decoding.maker import Maker
 from paceline.data.decoding.ring import MappedRooms, Ring
+from paceline.data.order import Indices
+from paceline.data.source import Pixels
 from paceline.errors import DataError
 
-_LONGEST = 16_000  # characters of a report: a packet of a local socket has room for it
+_LONGEST = 5_000  # characters of a report, of up to 12 bytes in JSON: the receiver reads 64 KiB
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    """Report that a record gives no sample.
+class Maker(Protocol):
+    """Protocol of what makes samples from records; it is pickled for the decode processes.
+
+    Attributes:
+        sample_bytes: bytes of a sample, at most.
+        pinned: whether samples are copied to the device as they are.
+    """
+
+    @property
+    def sample_bytes(self) -> int: ...
+    @property
+    def pinned(self) -> bool: ...
+
+    def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
+        """Draw the random numbers of the samples of (n,) records."""
+
+    def write(self, index: int, numbers: list[float], out: Pixels) -> int:
+        """Write the sample of a record to `out`, uint8 of shape (sample_bytes,); return its label.
+
+        Raises:
+            DataError: the record gives no sample.
+        """
+
+    def name(self, index: int) -> str:
+        """Name a record, for errors."""
+
+    def close(self) -> None:
+        """Close the records' database, in a decode process that ends."""
+
+
+class BadRecord(NamedTuple):
+    """Report that a record gives no sample; a packet has it as JSON.
 
     Attributes:
         serial: number of the batch.
@@ -34,15 +64,6 @@ class BadRecord:
     serial: int
     record: int
     text: str
-
-    def pack(self) -> bytes:
-        """Return the report as a packet."""
-        return json.dumps([self.serial, self.record, self.text[:_LONGEST]]).encode()
-
-    @classmethod
-    def unpack(cls, packet: bytes) -> BadRecord:
-        """Read a packet."""
-        return cls(*json.loads(packet))
 
 
 def decode_chunks(
@@ -61,39 +82,25 @@ def decode_chunks(
         reports: receives a packet for each record that gives no sample.
         makers: the sample makers, by number.
     """
-    clock = RunnableClock()
     while chunk := queue.take(worker):
-        begun = clock.ns()
+        begun = _runnable_ns()
         for report in _make(worker, queue, rooms, chunk, makers[chunk.maker]):
-            reports.send(report.pack())
-        queue.finish(worker, chunk, clock.ns() - begun)
-    clock.close()
+            reports.send(json.dumps(report).encode())
+        queue.finish(worker, chunk, _runnable_ns() - begun)
 
 
-class RunnableClock:
-    """Clock of the time in which the calling thread computed or waited for a core.
+def _runnable_ns() -> int:
+    """Return the time in which the calling thread computed or waited for a core, from some origin.
 
     The rest of the time it was blocked, which for a decoder means: by the disk. A thread's
     processor time alone would take a busy machine for a slow disk.
     """
-
-    def __init__(self) -> None:
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # a kernel without scheduler statistics
-            self._file = -1
-
-    def ns(self) -> int:
-        """Return nanoseconds since an arbitrary origin."""
-        if self._file < 0:
-            return time.thread_time_ns()
-        computed, waited, _ = os.pread(self._file, 64, 0).split()
-        return int(computed) + int(waited)
-
-    def close(self) -> None:
-        """Close the kernel's file."""
-        if self._file >= 0:
-            os.close(self._file)
+    try:
+        text = Path("/proc/thread-self/schedstat").read_text()
+    except OSError:  # a kernel without scheduler statistics
+        return time.thread_time_ns()
+    computed, waited, _ = text.split()
+    return int(computed) + int(waited)
 
 
 def _make(
@@ -110,10 +117,19 @@ def _make(
         try:
             room.labels[sample] = maker.write(record, numbers[at], room.samples[sample])
         except DataError as error:
-            bad.append(BadRecord(chunk.serial, record, str(error)))
+            bad.append(BadRecord(chunk.serial, record, str(error)[:_LONGEST]))
         except Exception as error:
-            said = error.strerror if isinstance(error, OSError) else None
-            reason = said or f"{type(error).__name__}: {error}".rstrip(".: ")
-            text = f"{maker.name(record)} can't be read: {reason}; repair or remove it."
-            bad.append(BadRecord(chunk.serial, record, text))
+            text = _sentence(maker.name(record), error)
+            bad.append(BadRecord(chunk.serial, record, text[:_LONGEST]))
     return bad
+
+
+def _sentence(name: str, error: Exception) -> str:
+    """Say what is wrong with a record, where its maker has no sentence of its own."""
+    if isinstance(error, OSError):
+        file = f": {error.filename}" if error.filename else ""
+        return (
+            f"{name} can't be read ({error.strerror or error}{file}): check the disk, and that "
+            "this user may read its files."
+        )
+    return f"{name} can't be decoded ({type(error).__name__}: {error}): repair or remove it."

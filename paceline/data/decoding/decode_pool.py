@@ -9,6 +9,7 @@ here competes with the training step for the interpreter's lock.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -22,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
-from paceline.data.decoding.decode_chunks import BadRecord, decode_chunks
-from paceline.data.decoding.maker import Maker
-from paceline.data.decoding.ring import Ring, Room
+from paceline.data.decoding.decode_chunks import BadRecord, Maker, decode_chunks
+from paceline.data.decoding.ring import CopyEvent, Ring, Room
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.order import Indices
@@ -41,12 +41,25 @@ _BLOCKED = 0.5  # share of decoding spent on waits for the disk that names it as
 _CLOSE_S = 2.0  # Ctrl-C must end a run within five
 
 
+@dataclass
+class DecodeDevice:
+    """Where a run's images are decoded now.
+
+    Attributes:
+        name: "cpu" or "cuda".
+        measured: whether `--decode_device auto` chooses it.
+    """
+
+    name: str
+    measured: bool = False
+
+
 @dataclass(eq=False)
 class Work:
     """Samples under construction.
 
     Attributes:
-        serial: its number.
+        serial: a number that no other work of the pool has.
         maker: the sample maker's number.
         room: the room that they are written to.
         slots: its chunks' slots in the queue.
@@ -73,7 +86,9 @@ class DecodePool:
             number (`WorkerCount`).
         cuda: whether batches go to a GPU.
         limit: number of decode processes for which there are cores.
+        device: where images are decoded; on a GPU, the processes only read them.
         thread: whether a thread of this process decodes beside decode processes.
+        alone: the option with which the process of the pool decodes by itself, for messages.
         note: called with sentences for the user.
         stopped_after: seconds that one chunk may take, while others are finished.
     """
@@ -84,12 +99,16 @@ class DecodePool:
         *,
         cuda: bool = False,
         limit: int = 0,
+        device: DecodeDevice | None = None,
         thread: bool = False,
+        alone: str = "--decode_workers 0",
         note: Callable[[str], object] = lambda text: None,
         stopped_after: float = _STOPPED_S,
     ) -> None:
         self.workers = workers or 0
         self._limit = limit
+        self._device = device or DecodeDevice("cpu")
+        self._alone = alone
         self._with_thread = thread or not workers
         self._count = WorkerCount(limit) if workers is None else None
         self._before = NOTHING_MADE  # the present epoch
@@ -125,6 +144,10 @@ class DecodePool:
             maker: the sample maker's number.
             epoch: decides with the records' numbers what is random.
             records: the records' numbers, shape (n,).
+
+        Raises:
+            DataError: CUDA can't pin the samples' memory, or release another's.
+            MemoryError: there is no memory for the samples.
         """
         if self._thread is None and self._server is None:
             self._start()
@@ -165,12 +188,15 @@ class DecodePool:
         """Return whether samples are made, or were given up; any thread may ask."""
         return self._queue.is_complete(work.slots)
 
-    def release(self, work: Work, copied: object = None) -> None:
+    def release(self, work: Work, copied: CopyEvent | None = None) -> None:
         """Give samples up: what is in work ends, the rest isn't begun.
 
         Args:
             work: the samples.
             copied: the event after which the device has read them; None: nothing reads them.
+
+        Raises:
+            DataError: CUDA can't release the memory of rooms that aren't needed any more.
         """
         del self._works[work.serial]
         if self._queue.is_complete(work.slots):
@@ -203,29 +229,35 @@ class DecodePool:
                 f"decoding waited for the disk {blocked:.0%} of its time; copy the database to a "
                 "faster disk, or to memory."
             )
-        smaller = "store smaller images with paceline db create --resize N"
-        if gpu_decodes:
-            return f"the GPU decodes and trains; use --decode_device auto, or {smaller}."
+        smaller = "store smaller images with paceline db create --resize N."
+        if self._device.name == "cuda":
+            if self._device.measured:
+                return f"the GPU decodes, which is faster here than the CPU; {smaller}"
+            return f"the GPU decodes; use --decode_device cpu if cores are free, or {smaller}"
         if self.workers < self._limit:
-            return f"use --decode_workers {self._limit}; it is {self.workers} now."
+            return f"use --decode_workers {self._limit} in place of {self.workers}."
         cores = "no core is left for more decode processes"
-        if self._cuda:
-            return f"{cores}; use --decode_device auto to decode on the GPU."
-        return f"{cores}; {smaller}."
+        if self._cuda and not self._device.measured:
+            return f"{cores}; use --decode_device auto to decode on the GPU, or {smaller}"
+        return f"{cores}; {smaller}"
 
     def close(self) -> None:
-        """End thread and processes; reads that hang are abandoned within some five seconds."""
+        """End thread and processes; a read that hangs is abandoned after two seconds.
+
+        Processes are killed then, which takes another second at most.
+        """
         if self._closed:
             return
         self._closed = True
         self._queue.stop(self.workers + 1)
         self._receive_reports()  # a worker may wait for room to send one
+        deadline = time.monotonic() + _CLOSE_S
         ended = True
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
             ended = not self._thread.is_alive()
         if self._server is not None:
-            self._server.close()
+            self._server.close(max(0.0, deadline - time.monotonic()))
         self._works.clear()
         self._reports.close()
         self._reported.close()
@@ -288,7 +320,7 @@ class DecodePool:
             self._next_look = now + _LOOK_S
             self._kill_stopped(self._server, waited)
         ended = self._server.ended()
-        if not self._server.alive:
+        if self._server.process.poll() is not None:
             self._server.socket.close()
             self._server = self._new_server()
         for each in ended:
@@ -297,7 +329,7 @@ class DecodePool:
     def _receive_reports(self) -> None:
         with suppress(BlockingIOError):
             while True:
-                report = BadRecord.unpack(self._reported.recv(1 << 16))
+                report = BadRecord(*json.loads(self._reported.recv(1 << 16)))
                 if report.serial in self._works:
                     self._works[report.serial].bad[report.record] = DataError(report.text)
 
@@ -321,8 +353,8 @@ class DecodePool:
         if self._starts[ended.worker] >= _STARTS:
             raise DataError(
                 f"A decode process has ended {_STARTS} times before any image was made; the last "
-                f"one {ended}. Free memory, or start fewer processes (--decode_workers; of "
-                "paceline db: --workers)."
+                f"one {ended}. Free memory, or use {self._alone}: this process then decodes by "
+                "itself, and shows the reason."
             )
         self._note(f"Decode process {ended.worker} (pid {ended.process}) {ended}; {again}.")
         self._start_process(server, ended.worker)
@@ -343,8 +375,8 @@ class DecodePool:
 
     def _kill_stopped(self, server: ServerProcess, waited: Sequence[Work]) -> None:
         """Kill processes that a signal has stopped, or that hold up samples while others work."""
-        if _is_stopped(server.pid):
-            server.kill()  # it reports no end, and starts nothing
+        if _is_stopped(server.process.pid):
+            server.process.kill()  # it reports no end, and starts nothing
             return
         late = {
             worker

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
-from paceline.data.decoding.decode_chunks import decode_chunks
-from paceline.data.decoding.maker import Maker
+from paceline.data.decoding.decode_chunks import Maker, decode_chunks
 from paceline.data.decoding.ring import MappedRooms
 
 _PR_SET_PDEATHSIG = 1
@@ -130,8 +129,8 @@ def _child(
             maker.close()
         status = 0
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        print(f"paceline: a decode process ends: {reason}", file=sys.stderr, flush=True)
+        text = f"{type(error).__name__}: {error}"
+        print(f"paceline: a decode process ends: {text}", file=sys.stderr, flush=True)
     finally:
         os._exit(status)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,16 @@ from paceline.errors import DataError
 _PAGE = mmap.PAGESIZE
 _FREE = 2  # rooms that wait for the next batches; more are left over from a jump or an evaluation
 _MAPPED = 8  # rooms that a decode process keeps mapped
+
+
+class CopyEvent(Protocol):
+    """Protocol of CUDA's event behind a copy to the device."""
+
+    def query(self) -> bool:
+        """Return whether the copy is over."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
 
 
 class Room:
@@ -64,7 +74,7 @@ class _Memory:
 
 
 class Ring:
-    """Ring of rooms in the process that fills them with work.
+    """Ring of rooms in the process that takes them for batches, and gives them back.
 
     Args:
         cuda: whether batches go to a GPU; those rooms are pinned.
@@ -76,7 +86,7 @@ class Ring:
         self._end = 0
         self._free: list[_Memory] = []
         self._used: dict[int, _Memory] = {}  # by offset
-        self._uploading: list[tuple[Any, int]] = []  # (event of the copy to the device, offset)
+        self._uploading: list[tuple[CopyEvent, int]] = []  # with the room's offset
 
     def take(self, count: int, sample_bytes: int, *, pinned: bool) -> Room:
         """Take a room for `count` samples.
@@ -87,6 +97,7 @@ class Ring:
             pinned: whether they are copied to the device as they are.
 
         Raises:
+            DataError: CUDA can't pin its memory, or release that of free rooms.
             MemoryError: there is no memory for another room.
         """
         for event, offset in list(self._uploading):
@@ -113,12 +124,15 @@ class Ring:
         """Return a room that is taken, by its offset, for a thread that fills it."""
         return Room(self._used[offset].map, offset, count, sample_bytes)
 
-    def free(self, room: Room, copied: Any = None) -> None:
+    def free(self, room: Room, copied: CopyEvent | None = None) -> None:
         """Give a room back.
 
         Args:
             room: one that no process writes to any more.
             copied: the event after which the device has read it; None: nothing reads it.
+
+        Raises:
+            DataError: CUDA can't release the memory of rooms that aren't needed any more.
         """
         if copied is None:
             self._add_free(self._used.pop(room.offset))
@@ -142,7 +156,7 @@ class Ring:
             raise MemoryError(f"a batch tried to allocate {size} bytes") from error
         made = _Memory(memory, self._end, size, registered)
         if made.registered:
-            _check(_cudart().cudaHostRegister(made.address, size, 0))
+            _check(_cudart().cudaHostRegister(made.address, size, 0), size)
         self._end += size
         return made
 
@@ -156,13 +170,13 @@ class Ring:
         for memory in released:
             self._free.remove(memory)
             if memory.registered:
-                _check(_cudart().cudaHostUnregister(memory.address))
+                _check(_cudart().cudaHostUnregister(memory.address), memory.size)
             # Arrays may still refer to the mapping, which ends with the last of them.
             memory.map.madvise(mmap.MADV_REMOVE)
 
 
 class MappedRooms:
-    """Rooms of a ring in a process that fills them.
+    """Rooms of a ring, mapped by a decode process, which writes samples to them.
 
     Args:
         descriptor: the ring's file.
@@ -196,10 +210,11 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-def _check(status: Any) -> None:
-    """Raise what CUDA's runtime reports."""
+def _check(status: Any, size: int) -> None:
+    """Raise what CUDA's runtime reports of so many bytes."""
     if int(status) != 0:
         raise DataError(
-            f"CUDA can't pin the memory of a batch (error {int(status)}): raise the limit of "
-            "locked memory (ulimit -l), or use a smaller --batch_size."
+            f"CUDA can't pin or release the memory of a batch, {size / 2**20:,.1f} MiB (error "
+            f"{int(status)}): raise the limit of locked memory (ulimit -l), or use a smaller "
+            "--batch_size."
         )

@@ -10,16 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
+from paceline.data.decoding.decode_chunks import Maker
 from paceline.data.decoding.fork_server import BOOT, ServerSetup
-from paceline.data.decoding.maker import Maker
 from paceline.errors import DataError
 
-_END_S = 1.0  # within which decode processes end by themselves
+_END_S = 1.0  # within which the killed server ends, when the run does
 _KILLED_S = 10.0  # within which the kernel ends a killed process, unless a disk hangs
 
 
@@ -56,6 +57,7 @@ class ServerProcess:
         makers: the sample makers, by number.
 
     Attributes:
+        process: the server's own process; killed, it reports no end, and its children end, too.
         processes: process ids of decode processes that run, by worker.
         socket: socket that becomes readable when `ended` has something to return.
     """
@@ -76,7 +78,7 @@ class ServerProcess:
                 pickle.dump(setup, written)
             os.lseek(file, 0, os.SEEK_SET)
             argument = json.dumps([requests.fileno(), file, os.getpid(), sys.path])
-            self._server = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, argument],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests.fileno(), file, ring, reports.fileno(), *queue.descriptors),
@@ -116,42 +118,38 @@ class ServerProcess:
                 found.append(Ended(worker, process, event["ended"]))
         return found
 
-    @property
-    def alive(self) -> bool:
-        """Whether the server itself runs."""
-        return self._server.poll() is None
+    def close(self, seconds: float) -> None:
+        """End the server and its decode processes; those in the middle of a read are killed.
 
-    @property
-    def pid(self) -> int:
-        """The server's process id."""
-        return self._server.pid
-
-    def kill(self) -> None:
-        """Kill the server, and with it all decode processes."""
-        self._server.kill()
-
-    def close(self) -> None:
-        """End the server and its decode processes; those in the middle of a read are killed."""
+        Args:
+            seconds: that they have to end by themselves. A killed one that doesn't end within
+                another second, because its read hangs, is left behind.
+        """
+        deadline = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        with suppress(DataError):  # a read that hangs is left behind
-            while self.processes and poll.poll(1000 * _END_S):
+        with suppress(DataError):
+            while self.processes and poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 self.ended()
         self.socket.close()
         try:
-            self._server.wait(_END_S)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._server.kill()
-            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and is left there
-                self._server.wait(_KILLED_S)
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
 
     def _all_ended(self) -> list[Ended]:
         """Wait until the kernel has killed all processes of a server that ended."""
-        self._server.kill()
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # likewise its processes, which are looked at next
-            self._server.wait(_KILLED_S)
+        self.process.kill()
+        try:
+            self.process.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise DataError(
+                f"The server of the decode processes (pid {self.process.pid}) was killed and "
+                f"hasn't ended within {_KILLED_S:g} s: repair the disk or network, and start the "
+                "same command again to resume."
+            ) from None
         ended = []
         for worker, process in self.processes.items():
             with suppress(ProcessLookupError):

@@ -39,7 +39,7 @@ from paceline.data.image.augment import View
 from paceline.data.sample_maker import SampleMaker
 from paceline.errors import DataError
 
-_PORTION = 2**30  # bytes of decoded pixels at a time: a batch of large photographs has ten times it
+_SUB_BATCH = 2**30  # bytes of decoded pixels at a time; large photographs have ten times it
 _LAUNCHES = 1  # whose kernels may still read their pixels while nvJPEG decodes the next ones
 
 
@@ -149,11 +149,11 @@ class GpuBatchDecoder:
         with torch.cuda.stream(self._stream):
             shape = len(room), transform.channels, side, side
             images = torch.empty(shape, device=self._device, memory_format=self._format)
-            for portion in self._portions(headers):
+            for sub_batch in self._sub_batches(headers):
                 kept: list[Tensor] = []
                 places: list[int] = []
-                pixels = self._decode([_file(room, headers, place) for place in portion])
-                for place, each in zip(portion, pixels, strict=True):
+                pixels = self._decode([_file(room, headers, place) for place in sub_batch])
+                for place, each in zip(sub_batch, pixels, strict=True):
                     size = headers[place, HEIGHT], headers[place, WIDTH]
                     if each is None or each.shape[1:] != size or not each.is_contiguous():
                         by_cpu.append(place)
@@ -176,21 +176,21 @@ class GpuBatchDecoder:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _portions(self, headers: npt.NDArray[np.int64]) -> Iterator[list[int]]:
-        """Divide the places of files so that the pixels of a portion fit, or are one's."""
+    def _sub_batches(self, headers: npt.NDArray[np.int64]) -> Iterator[list[int]]:
+        """Divide the places of files so that the pixels of a sub-batch fit, or are one's."""
         channels = self._maker.transform.channels
-        portion: list[int] = []
+        sub_batch: list[int] = []
         held = 0
         for place in np.flatnonzero(headers[:, KIND] == FILE).tolist():
             pixels = int(headers[place, HEIGHT] * headers[place, WIDTH]) * channels
-            if portion and held + pixels > _PORTION:
-                yield portion
-                portion = []
+            if sub_batch and held + pixels > _SUB_BATCH:
+                yield sub_batch
+                sub_batch = []
                 held = 0
-            portion.append(place)
+            sub_batch.append(place)
             held += pixels
-        if portion:
-            yield portion
+        if sub_batch:
+            yield sub_batch
 
     def _decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
         """Decode files; None for those that the decoder refuses."""

@@ -40,11 +40,6 @@ class DeviceMaking:
     batch: Future[GpuBatch] = field(default_factory=Future)
 
     @property
-    def serial(self) -> int:
-        """The work's number."""
-        return self.work.serial
-
-    @property
     def records(self) -> Indices:
         """The records' numbers, shape (n,)."""
         return self.work.records

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
 from paceline.data.gpu_decode.plan import FIELDS, plan_of
 from paceline.data.image.jpeg import jpeg_orientation
-from paceline.data.order import Indices
 from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Pixels
 
@@ -30,34 +29,20 @@ HEADER = 8 * _CELLS  # bytes
 _LONGEST = 2**23  # bytes of a file; a longer one is decoded here. Memory is used only where written
 
 
-@dataclass(frozen=True)
-class FileMaker:
-    """Maker of files with their plans.
+@dataclass(frozen=True, kw_only=True)
+class FileMaker(SampleMaker):
+    """Sample maker that writes files with their plans, and samples where the GPU decodes none.
 
     Attributes:
-        maker: plans samples, and makes those that the GPU doesn't.
         pinned: the files are copied by nvJPEG.
     """
 
-    maker: SampleMaker
     pinned: ClassVar[bool] = False
 
     @property
     def sample_bytes(self) -> int:
         """Count the bytes for header and file, or sample."""
-        return HEADER + max(_LONGEST, -(-self.maker.sample_bytes // 8) * 8)
-
-    def name(self, index: int) -> str:
-        """Name a record."""
-        return self.maker.name(index)
-
-    def close(self) -> None:
-        """Close the records' source."""
-        self.maker.close()
-
-    def numbers(self, epoch: int, records: Indices) -> list[list[float]]:
-        """Draw the random numbers of the samples of (n,) records."""
-        return self.maker.numbers(epoch, records)
+        return HEADER + max(_LONGEST, -(-super().sample_bytes // 8) * 8)
 
     def write(self, index: int, numbers: list[float], out: Pixels) -> int:
         """Write what the GPU needs of a record; return its label.
@@ -72,19 +57,19 @@ class FileMaker:
         """
         header = headers_of(out)
         header[KIND] = NOTHING
-        record = self.maker.read(index)
+        record = self.read(index)
         image = record.image
         size = None
         if isinstance(image, bytes) and len(image) <= _LONGEST:
             size = baseline_size(image)
         if size is None or not isinstance(image, bytes):
-            self.maker.decode(index, image, numbers, out[HEADER:][: self.maker.sample_bytes])
+            self.decode(index, image, numbers, out[HEADER:][: super().sample_bytes])
             header[KIND] = SAMPLE
             return record.label
         width, height = size
         orientation = jpeg_orientation(image)
         upright = size if orientation < 5 else size[::-1]
-        view = self.maker.transform.view(*upright, numbers)
+        view = self.transform.view(*upright, numbers)
         header[LENGTH] = len(image)
         header[HEIGHT] = height
         header[WIDTH] = width

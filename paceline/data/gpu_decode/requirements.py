@@ -22,7 +22,7 @@ def require_gpu_decoding(given: str) -> None:
     """Check that this process can decode on its current CUDA device, by a file of one colour.
 
     Args:
-        given: the value of `--decode_device`.
+        given: the `--decode_device` that asks for it.
 
     Raises:
         ConfigError: it has no such device, torchvision or Triton is missing or doesn't import, or

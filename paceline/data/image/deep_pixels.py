@@ -21,17 +21,21 @@ from PIL import Image
 
 from paceline.data.image.image_errors import DamagedImage, UnreadImage
 
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of a TIFF
-_UNSIGNED, _SIGNED = 1, 2  # values of the last
-_WHITE_IS_ZERO = 0  # a value of the second; Pillow regards it in 8 bits only
+# Tags of a TIFF.
+_BITS = 258
+_PHOTOMETRIC = 262
+_SAMPLE_FORMAT = 339
+_UNSIGNED = 1  # a sample format
+_SIGNED = 2  # likewise
+_WHITE_IS_ZERO = 0  # a photometric interpretation; Pillow regards it in 8 bits only
 _SIXTEEN = 65535
 
 ValueRange = tuple[float, float]
 """The values of black and of white."""
 
 
-class Depth(NamedTuple):
-    """Number of bits of an image with more than 8 bits a channel, or with signed values.
+class DeepFormat(NamedTuple):
+    """Format of pixels with more than 8 bits a channel, or with signed values.
 
     Attributes:
         kind: what its pixels are, for messages.
@@ -44,7 +48,7 @@ class Depth(NamedTuple):
     grey: bool
 
 
-def depth_of(image: Image.Image) -> Depth | None:
+def depth_of(image: Image.Image) -> DeepFormat | None:
     """Return the depth of an image, as opened; None for one of 8 unsigned bits or fewer.
 
     Of a loaded image of 16-bit colours nothing is known any more: None, too.
@@ -53,15 +57,15 @@ def depth_of(image: Image.Image) -> Depth | None:
     bits = tags.get(_BITS, (16,))[0]
     signed = tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED
     if image.mode == "F":
-        return Depth("floating-point numbers", None, grey=True)
+        return DeepFormat("floating-point numbers", None, grey=True)
     if signed and image.mode in ("I", "L"):
-        return Depth(f"signed {bits}-bit integers", None, grey=True)
+        return DeepFormat(f"signed {bits}-bit integers", None, grey=True)
     if image.mode.startswith("I"):
-        return Depth(f"{bits}-bit integers", 2**bits - 1 if bits <= 16 else None, grey=True)
-    return Depth("16-bit colours", _SIXTEEN, grey=False) if _is_deep_colour(image) else None
+        return DeepFormat(f"{bits}-bit integers", 2**bits - 1 if bits <= 16 else None, grey=True)
+    return DeepFormat("16-bit colours", _SIXTEEN, grey=False) if _is_deep_colour(image) else None
 
 
-def value_range_of(image: Image.Image, depth: Depth) -> tuple[float, float]:
+def value_range_of(image: Image.Image, depth: DeepFormat) -> tuple[float, float]:
     """Return the least and the greatest value of an image with a depth.
 
     Raises:
@@ -76,7 +80,9 @@ def value_range_of(image: Image.Image, depth: Depth) -> tuple[float, float]:
     return least << 8, greatest << 8 | 0xFF
 
 
-def eight_bit_grey(image: Image.Image, depth: Depth, value_range: ValueRange | None) -> Image.Image:
+def eight_bit_grey(
+    image: Image.Image, depth: DeepFormat, value_range: ValueRange | None
+) -> Image.Image:
     """Scale a grey image that has a depth to 8 bits.
 
     Args:
@@ -93,8 +99,8 @@ def eight_bit_grey(image: Image.Image, depth: Depth, value_range: ValueRange | N
         raise UnreadImage(
             f"its pixels are {depth.kind}, here {values.min():,} to {values.max():,}, and the file "
             "doesn't state which value is white",
-            remedy="Give paceline db create or convert --value_range LOW HIGH, the values of black "
-            "and white in all images",
+            remedy="Create or convert the database by paceline db with --encoding png "
+            "--value_range LOW HIGH, the values of black and white in all images",
         )
     black, white = value_range or (0, depth.white or 0)
     # 256 steps of equal width: of 16 bits the higher byte, as Pillow reads colours.

@@ -50,7 +50,8 @@ _MODES = {
     **dict.fromkeys(("1", "L", "LA"), "L"),
     **dict.fromkeys(("RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB"), "RGB"),
 }
-_SUBFILE_TYPE, _DNG_VERSION = 254, 50706  # tags of a TIFF
+_SUBFILE_TYPE = 254  # tags of a TIFF
+_DNG_VERSION = 50706
 _THUMBNAIL = 1  # a bit of the former: the picture is a smaller version of another one
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 
 class DamagedImage(Exception):
-    """Error of an image that can't be decoded; its text is the reason."""
+    """Error of an image that can't be decoded; its text is the reason, a clause."""
+
+    def sentence(
+        self, name: str, *, state: str = "has a damaged image", otherwise: str = ""
+    ) -> str:
+        """Say what is wrong, and what to do.
+
+        Args:
+            name: what the image belongs to.
+            state: what damage makes of it.
+            otherwise: what can be done besides the remedy, a clause that continues it.
+        """
+        return f"{name} {state}: {self}. Repair or remove it{otherwise}."
 
 
 class UnreadImage(DamagedImage):
@@ -19,14 +31,5 @@ class UnreadImage(DamagedImage):
         super().__init__(reason)
         self.remedy = remedy
 
-
-def image_sentence(name: str, error: DamagedImage) -> str:
-    """Return what is wrong with an image, and the remedy of one that isn't damaged.
-
-    Args:
-        name: of its file or record.
-        error: the error.
-    """
-    if isinstance(error, UnreadImage):
-        return f"{name} can't be read: {error}. {error.remedy}."
-    return f"{name} has a damaged image: {error}."
+    def sentence(self, name: str, *, state: str = "can't be read", otherwise: str = "") -> str:
+        return f"{name} can't be read: {self}. {self.remedy}{otherwise}."

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from paceline.config.db import Encoding
-from paceline.data.image.deep_pixels import Depth, ValueRange, depth_of, value_range_of
+from paceline.data.image.deep_pixels import DeepFormat, ValueRange, depth_of, value_range_of
 from paceline.data.image.formats import (
     IMAGE_MAGIC,
     IMAGE_SUFFIXES,
@@ -49,7 +49,7 @@ class StoredForm(NamedTuple):
 
     image: bytes | Pixels
     transparent: bool = False
-    depth: Depth | None = None
+    depth: DeepFormat | None = None
     values: tuple[float, float] = (0, 0)
 
 

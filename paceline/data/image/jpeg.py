@@ -19,7 +19,9 @@ from paceline.data.source import Pixels
 
 START_OF_SCAN = 0xDA  # kind of the segment that the coded pixels follow
 _APPLICATION_1 = 0xE1
-_BEGIN, _MARK, _EXIF = b"\xff\xd8", 0xFF, b"Exif\0\0"
+_BEGIN = b"\xff\xd8"
+_MARK = 0xFF
+_EXIF = b"Exif\0\0"
 _SEGMENT = struct.Struct(">BBH")  # mark, kind, length with its own two bytes
 _HEADERS = 1 << 16  # bytes, at the beginning of an odd file, in which EXIF data are looked for
 _HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFIF revision")

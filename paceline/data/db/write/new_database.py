@@ -33,7 +33,7 @@ class NewDatabase:
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.
         skipped: the number of files that aren't images.
-        circles: links that weren't followed, because they lead to a folder above them.
+        link_cycles: links that weren't followed, because they lead to a folder above them.
         damaged: for each image or record that was left out because it can't be read, its name and
             its defect.
         reduced: counts the images that lose transparency or bits.
@@ -45,7 +45,7 @@ class NewDatabase:
     keys: list[bytes]
     labels: list[int] = field(default_factory=list)
     skipped: int = 0
-    circles: tuple[str, ...] = ()
+    link_cycles: tuple[str, ...] = ()
     damaged: list[str] = field(default_factory=list)
     reduced: ReducedImages = field(default_factory=ReducedImages)
 
@@ -96,7 +96,8 @@ def new_database(
             raise DataError(
                 f"{dest}: the disk is full; {reason}. Free space or choose another disk."
             ) from error
-        why = getattr(error, "strerror", None) or error
+        said = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{dest} can't be written ({why}); {reason}. Choose a folder that you may write to."
+            f"{dest} can't be written ({said}); {reason}. Choose a folder that this user may write "
+            "to."
         ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.data.image.deep_pixels import Depth, ValueRange
+from paceline.data.image.deep_pixels import DeepFormat, ValueRange
 from paceline.data.image.image_file import StoredForm
 from paceline.errors import DataError, many
 
@@ -36,7 +36,7 @@ class ReducedImages:
 
     value_range: ValueRange | None = None
     transparent: int = 0
-    _values: dict[Depth, _Values] = field(default_factory=dict)
+    _values: dict[DeepFormat, _Values] = field(default_factory=dict)
 
     def add(self, stored: StoredForm) -> None:
         """Count an image."""
