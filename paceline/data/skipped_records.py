@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import DataError
+from paceline.errors import DataError, many
 
 _NAMED = 5  # records that are reported each by a line of its own
 _ENOUGH = 64  # records after which their kind can be judged
@@ -57,6 +57,6 @@ class SkippedRecords:
         if self._in_epoch and place.step == place.steps - 1:
             first = next(iter(self._in_epoch.values()))
             self._warn(
-                f"rank {rank} skipped {len(self._in_epoch)} bad records of epoch {place.epoch}, "
-                f"the first of them: {first}"
+                f"rank {rank} skipped {many(len(self._in_epoch), 'bad record')} of epoch "
+                f"{place.epoch}, the first of them: {first}"
             )

@@ -12,7 +12,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import DataError
+
 Pixels = npt.NDArray[np.uint8]
+
+
+class SourceLost(DataError):
+    """Error of a whole source: no record of it can be read any more."""
 
 
 @dataclass(frozen=True, slots=True)

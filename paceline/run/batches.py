@@ -90,7 +90,7 @@ class Batches:
         """
         share = self._waited / seconds
         self._waited = 0.0
-        remedy = self.decoding.remedy(gpu_decodes=self.decode_device.name == "cuda")
+        remedy = self.decoding.remedy()
         if share > _NAMED and seconds >= _SHORTEST_S:
             rank, _ = self.run.rank_and_size()
             text = f"Rank {rank} waited for images {share:.0%} of the epoch's time: {remedy}"

@@ -72,6 +72,20 @@ def test_sgd_with_gradients_that_come_and_go(missing: list[Sequence[int]], momen
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("overflow", [0.0, 1.0])
+def test_one_pass_of_sgd_unscales_and_skips_as_a_grad_scaler_asks(overflow: float) -> None:
+    def scaled(ps: list[nn.Parameter]) -> SGD:
+        optimizer: Any = nesterov(ps, fused=True)
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.found_inf = torch.tensor(overflow)
+        return optimizer  # type: ignore[no-any-return]
+
+    ours, theirs = both(scaled, [gradients(step) for step in range(3)])
+    for a, b, unchanged in zip(ours, theirs, parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert torch.equal(a, unchanged) == bool(overflow)
+
+
 @pytest.mark.parametrize(("chosen", "steps"), [(None, 2), (True, 3), (False, 0)], ids=str)
 def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, chosen: bool | None, steps: int
@@ -90,6 +104,16 @@ def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
     assert passes == [len(SHAPES)] * (steps + plain)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_differentiable_step_of_leaves_fails_as_torchs_own_does() -> None:
+    ours = parameters()
+    optimizer = SGD(ours, lr=0.1, differentiable=True)
+    sub_optimizer = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
+    sub_optimizer.freeze(StepHyperparameters.of(optimizer))
+    given = [torch.zeros_like(p) for p in ours]
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        sub_optimizer.step(given)
 
 
 def test_a_momentum_that_is_switched_on_and_off_again_between_steps() -> None:

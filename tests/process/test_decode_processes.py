@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pytest
 import torch
 
 from paceline.data.db.open_database import open_database
+from paceline.data.decoding import decode_pool
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.decoding.fork_server import ServerSetup, serve
+from paceline.data.decoding.server_process import Ended
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Record
@@ -218,6 +222,86 @@ def test_a_process_that_hangs_while_others_work_is_replaced(tmp_path: Path) -> N
     assert (tmp_path / "hung").exists()
 
 
+class SlowSource(ListSource):
+    """Gives each record after a while: without use of the processor, as a slow disk, or with it."""
+
+    def __init__(self, records: list[Record], seconds: float, *, computes: bool) -> None:
+        super().__init__(records)
+        self._seconds, self._computes = seconds, computes
+
+    def __getitem__(self, index: int) -> Record:
+        end = time.monotonic() + self._seconds
+        while self._computes and time.monotonic() < end:
+            pass
+        select.select([], [], [], max(0.0, end - time.monotonic()))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_records_that_take_long_are_made_all_the_same(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_pool, "_LOOK_S", 0.3)
+    source = SlowSource(numbered(8), 0.8, computes=computes)
+    order = Order(size=8, batch_size=8, shuffle=False)
+    notes: list[str] = []
+    with loader_of(
+        source, 8, order=order, workers=2, note=notes.append, stopped_after=0.05
+    ) as loader:
+        assert loader.batch(0, 0).labels.tolist() == list(range(8))
+    killed = [note for note in notes if "is killed" in note]
+    assert len(killed) <= (0 if computes else 8)  # once a record, at most
+
+
+class OftenStoppedSource(ListSource):
+    """Stops the processes that are the first three to read record 5."""
+
+    def __init__(self, records: list[Record], markers: Path) -> None:
+        super().__init__(records)
+        self._markers = markers
+
+    def __getitem__(self, index: int) -> Record:
+        earlier = len(list(self._markers.iterdir()))
+        if index == 5 and earlier < 3:
+            (self._markers / str(earlier)).touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+def test_a_record_is_not_to_blame_for_processes_that_were_killed_because_they_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_pool, "_LOOK_S", 0.05)
+    order = Order(size=8, batch_size=8, shuffle=False)
+    with loader_of(OftenStoppedSource(numbered(8), tmp_path), 8, order=order, workers=2) as loader:
+        assert loader.batch(0, 0).labels.tolist() == list(range(8))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_fork_server_that_ends_between_two_looks_at_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = ListSource(photographs(60))
+    with loader_of(source, 12, transform=RICH) as loader:
+        expected = epoch_of(loader)
+    with loader_of(source, 12, transform=RICH, workers=2, timeout=30) as loader:
+        found = [loader.batch(0, 0)]
+        server = loader.pool._server
+        assert server is not None
+        look = server.ended
+
+        def look_before_the_end() -> list[Ended]:
+            ended = look()
+            monkeypatch.setattr(server, "ended", look)
+            server.process.kill()
+            server.process.wait()
+            return ended
+
+        monkeypatch.setattr(server, "ended", look_before_the_end)
+        found += [loader.batch(0, step) for step in range(1, loader.steps)]
+        assert equal(found, expected)
+
+
 def test_a_disk_that_hangs_for_all_is_a_sentence_within_the_limit() -> None:
     with (
         loader_of(HangingSource(numbered(8)), 8, workers=2, timeout=0.3) as loader,
@@ -239,6 +323,30 @@ def test_processes_open_the_database_themselves(tmp_path: Path, write: Callable[
             assert equal(epoch_of(loader), expected)
     finally:
         source.close()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("write", [write_lmdb, write_leveldb, write_minidb])
+def test_a_database_that_is_replaced_is_not_mixed_with_its_successor(
+    tmp_path: Path, write: Callable[..., None], gone: bool
+) -> None:
+    for name, label in (("data", 0), ("other", 1)):
+        images = [file_of(ramp(12, 10, seed=i), "JPEG") for i in range(40)]
+        values = [(key(i), encoded_tensorprotos(image, label)) for i, image in enumerate(images)]
+        write(tmp_path / name, values)
+    with (
+        closing(open_database(tmp_path / "data")) as source,
+        loader_of(source, 4, workers=1, skip_bad=True) as loader,
+    ):
+        loader.batch(0, 0)
+        (tmp_path / "data").rename(tmp_path / "before")
+        if not gone:
+            (tmp_path / "other").rename(tmp_path / "data")
+        (process,) = processes_of(loader).values()
+        os.kill(process, signal.SIGKILL)
+        told = "can't be opened again" if gone else "was changed or replaced since"
+        with pytest.raises(DataError, match=f"data {told}.* to resume"):
+            epoch_of(loader)
 
 
 ORPHANED = """

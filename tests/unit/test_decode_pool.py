@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from contextlib import closing
 from threading import Event
@@ -15,9 +16,9 @@ from paceline.data.batch_maker import SwitchedBatches
 from paceline.data.decoding.chunk_queue import MAX_WORKERS
 from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool, Work
 from paceline.data.decoding.server_process import Ended
-from paceline.data.source import Record
+from paceline.data.source import Record, SourceLost
 from paceline.errors import DataError
-from tests.harness.data.loading import ListSource, host_batches, numbered
+from tests.harness.data.loading import ListSource, host_batches, loader_of, numbered
 
 SMALLER = "store smaller images with paceline db create --resize N."
 GIVEN = DecodeDevice("cpu")
@@ -56,7 +57,8 @@ def test_processes_that_end_again_and_again_name_the_flag_of_their_command(alone
         pool._start_process(server, 1)
         for _ in range(4):
             pool._replace(server, Ended(1, 0, 1))
-        with pytest.raises(DataError, match=f"Free memory, or use {alone}: "):
+        told = f"was started 5 times and has ended each time; .* Free memory, or use {alone}: "
+        with pytest.raises(DataError, match=told):
             pool._replace(server, Ended(1, 0, 1))
 
 
@@ -81,6 +83,95 @@ def test_an_error_without_a_sentence_becomes_one() -> None:
             "record 1 can't be read (Permission denied: data.mdb): check the disk, and that this "
             "user may read its files."
         )
+
+
+class FailingSource(ListSource):
+    """Raises an error for record 1."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(numbered(4))
+        self._error = error
+
+    def __getitem__(self, index: int) -> Record:
+        if index == 1:
+            raise self._error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), r"record 1 can't be decoded \(MemoryError\): free memory, or start fewer"),
+        (OSError(errno.EMFILE, "Too many"), r"record 1 can't be decoded \(OSError: .*Too many\)"),
+        (SourceLost("the disk is gone: plug it in."), r"^the disk is gone: plug it in\.$"),
+    ],
+)
+def test_what_is_not_a_records_fault_is_not_skipped(
+    error: Exception, told: str, workers: int
+) -> None:
+    with loader_of(FailingSource(error), 4, workers=workers, skip_bad=True) as loader:
+        for _ in range(2):  # a second wait doesn't begin to hang
+            with pytest.raises(DataError, match=told):
+                loader.batch(0, 0)
+
+
+class BareMaker:
+    """Raises an error before it makes a sample."""
+
+    sample_bytes = 8
+    pinned = False
+
+    def numbers(self, epoch: int, records: Any) -> list[list[float]]:
+        raise ValueError("no numbers")
+
+
+def test_an_error_outside_of_any_record_ends_the_wait() -> None:
+    with closing(DecodePool(0)) as pool:
+        work = pool.begin(pool.add(BareMaker()), 0, np.arange(2))  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=r"Decoding can't go on \(ValueError: no numbers\): st"):
+            pool.wait([work], 30)
+
+
+class HeldSource(ListSource):
+    """Gives record 0 when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(numbered(8))
+        self.asked = Event()
+        self.may_give = Event()
+
+    def __getitem__(self, index: int) -> Record:
+        if index == 0:
+            self.asked.set()
+            assert self.may_give.wait(30)
+        return super().__getitem__(index)
+
+
+def test_a_room_that_is_still_written_to_is_not_given_to_others() -> None:
+    source = HeldSource()
+    with closing(DecodePool(0)) as pool:
+        batches = host_batches(pool, source)
+        given_up = batches.begin(0, np.arange(4))
+        assert source.asked.wait(30)
+        place = given_up.room.offset
+        batches.release(given_up, None)
+        other = batches.begin(0, np.arange(4, 8))
+        assert other.room.offset != place
+        source.may_give.set()
+        assert batches.wait([other], 30)
+        assert batches.begin(0, np.arange(4)).room.offset == place
+
+
+def test_a_report_that_comes_with_the_end_of_its_batch_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(DecodePool(0)) as pool:
+        batches = host_batches(pool, ClosedSource(numbered(2)))
+        work = batches.begin(0, np.arange(2))
+        monkeypatch.setattr(pool, "_attend", lambda waited: None)  # it has looked just before
+        assert batches.wait([work], 30)
+        assert {*work.bad} == {0, 1}
 
 
 class WordySource(ListSource):

@@ -37,6 +37,7 @@ _MARKER: dict[DbType, str] = {
     "leveldb": LEVELDB_CURRENT,
     "minidb": MINIDB_DATA,
 }
+_LEVELDB_SUFFIXES = (".ldb", ".sst", ".log")
 _PAGE_HEADER = 16  # bytes, before the magic of an LMDB
 _LMDB_MAGIC = struct.pack("=L", 0xBEEFC0DE)
 _LARGEST_PAGE = 64 * 1024  # bytes; LMDB's pages are the operating system's
@@ -109,6 +110,26 @@ def stamp(path: Path) -> str:
     return f"{kind}-{digest.hexdigest()}"
 
 
+def identity(path: Path) -> list[tuple[int, int, int, int]]:
+    """Identify the very files of the database at `path`: also an equal copy is another one.
+
+    Returns:
+        Device, inode, size and nanosecond of the last change, of each file with records.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    files = [path]
+    if path.is_dir():
+        files = [each for each in sorted(path.iterdir()) if _has_records(each)]
+    found = map(os.stat, files)
+    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+
+
+def _has_records(file: Path) -> bool:
+    return file.name in _MARKER.values() or file.suffix in _LEVELDB_SUFFIXES
+
+
 def leveldb_manifest(folder: Path) -> Path:
     """Find the MANIFEST that a LevelDB's CURRENT names.
 
@@ -137,7 +158,7 @@ def _of_lmdb(path: Path) -> Iterator[bytes]:
 def _of_leveldb(folder: Path) -> Iterator[bytes]:
     yield (folder / LEVELDB_CURRENT).read_bytes()
     yield leveldb_manifest(folder).read_bytes()
-    for path in leveldb_files(folder, ".ldb", ".sst", ".log"):
+    for path in leveldb_files(folder, *_LEVELDB_SUFFIXES):
         yield f"{path.name} {path.stat().st_size}\n".encode()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from paceline.config.db import RecordFormat
 from paceline.data import splitmix
-from paceline.data.db.database_files import beside
+from paceline.data.db.database_files import beside, identity
 from paceline.data.db.formats.record_formats import UnfitRecord, decode_record, printable
 from paceline.data.db.index.database_index import (
     INDEX_NAME,
@@ -34,8 +34,8 @@ from paceline.data.db.index.database_index import (
     save_index,
 )
 from paceline.data.db.index.index_file import Index
-from paceline.data.source import Record
-from paceline.errors import DataError
+from paceline.data.source import Record, SourceLost
+from paceline.errors import DataError, PacelineError
 
 _FINGERPRINT = 6  # a purpose beside those of the order and of made-up images
 _FINGERPRINTED = 64  # records of the fingerprint, drawn at random besides those that are sampled
@@ -71,7 +71,8 @@ class IndexedSource:
     """Source over a database with an index; it owns the database and closes it.
 
     A pickled source has its index with it, and opens the database anew at its first read: a
-    database that is open can't pass from one process to another.
+    database that is open can't pass from one process to another. It must be the same one, for
+    another one's records would be mixed with those that were read before.
 
     Args:
         opening: opens the database, which is closed even if the constructor fails.
@@ -95,6 +96,7 @@ class IndexedSource:
         self, opening: Callable[[], Database], folder: Path, cache_dir: Path | None
     ) -> None:
         self._opening = opening
+        self._identity = identity(folder)
         self._open: Database | None = opening()
         self._folder = folder
         self.index_note: str | None = None
@@ -147,8 +149,28 @@ class IndexedSource:
     @property
     def _database(self) -> Database:
         if self._open is None:
-            self._open = self._opening()
+            self._open = self._opened_again()
         return self._open
+
+    def _opened_again(self) -> Database:
+        """Open the database of this source in another process.
+
+        Raises:
+            SourceLost: it is another one, or can't be opened.
+        """
+        again = "put it back, and start the same command again to resume."
+        try:
+            database = self._opening()
+            found = identity(self._folder)
+        except (OSError, PacelineError) as error:
+            raise SourceLost(f"{self._folder} can't be opened again ({error}): {again}") from error
+        if found != self._identity:
+            database.close()
+            raise SourceLost(
+                f"{self._folder} was changed or replaced since it was opened, and isn't read on: "
+                f"{again}"
+            )
+        return database
 
     def _agrees(self, i: int) -> bool:
         """Return whether a record agrees with the saved index."""

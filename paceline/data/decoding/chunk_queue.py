@@ -32,7 +32,7 @@ _SLOTS = 8192  # chunks that are submitted and not finished, at most
 _WAITING, _FINISHED = 0, -1
 _HEAD, _TAIL, _STOPPED = 0, 1, 2  # header: where to look for a waiting chunk; end; all must end
 _HEADER = 8
-_AT, _SAMPLES, _BUSY, _RUNNABLE, _LAST, _RETIRED = range(6)  # a worker's row
+_AT, _SAMPLES, _BUSY, _RUNNABLE, _LAST, _RETIRED, _REACHED = range(7)  # a worker's row
 _WORKER = 8  # cells of a worker's row
 _CHUNK = 10  # of a chunk's
 _CELLS = _HEADER + MAX_WORKERS * _WORKER + _SLOTS * (_CHUNK + 2)
@@ -188,20 +188,22 @@ class ChunkQueue:
         self._wake(waiting)
         return held
 
-    def overdue(self, slots: range, seconds: float) -> list[tuple[int, bool]]:
-        """Find the workers that have had a chunk of a room for long.
+    def overdue(self, slots: range, seconds: float) -> dict[int, int]:
+        """Find the workers that have had one sample in work for long, while others finish theirs.
 
         Returns:
-            Each worker, and whether another one has finished a chunk since it took its own.
+            The samples in their rooms, by worker.
         """
         now = time.monotonic_ns()
-        late = []
+        late = {}
         for slot in slots:
-            owner = int(self._owners[slot])
-            since = int(self._since[slot])
-            if owner > 0 and now - since > seconds * 1e9:
-                others = np.delete(self._workers[:, _LAST], owner - 1)
-                late.append((owner - 1, bool(others.max() > since)))
+            worker = int(self._owners[slot]) - 1
+            if worker < 0:
+                continue
+            reached = int(self._workers[worker, _REACHED])
+            others = np.delete(self._workers[:, _LAST], worker)
+            if now - reached > seconds * 1e9 and others.max() > reached:
+                late[worker] = int(self._workers[worker, _AT])
         return late
 
     def times(self) -> WorkerTimes:
@@ -232,15 +234,16 @@ class ChunkQueue:
                 if position is not None:
                     slot = position % _SLOTS
                     chunk = self._chunk(slot)
-                    self._workers[worker, _AT] = chunk.begin
+                    self.reach(worker, chunk.begin)
                     self._since[slot] = time.monotonic_ns()
                     self._owners[slot] = worker + 1
                     self._header[_HEAD] = position + 1
                     return chunk
 
     def reach(self, worker: int, sample: int) -> None:
-        """Note at which sample of its chunk a worker is."""
+        """Note at which sample of its chunk a worker is, and since when."""
         self._workers[worker, _AT] = sample
+        self._workers[worker, _REACHED] = time.monotonic_ns()
 
     def finish(self, worker: int, chunk: Chunk, runnable: int) -> None:
         """Finish a worker's chunk, for which it was runnable for `runnable` ns."""

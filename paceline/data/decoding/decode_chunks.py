@@ -6,6 +6,7 @@ the training process.
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -16,10 +17,13 @@ from typing import NamedTuple, Protocol
 from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
 from paceline.data.decoding.ring import MappedRooms, Ring
 from paceline.data.order import Indices
-from paceline.data.source import Pixels
+from paceline.data.source import Pixels, SourceLost
 from paceline.errors import DataError
 
+NO_RECORD = -1
 _LONGEST = 5_000  # characters of a report, of up to 12 bytes in JSON: the receiver reads 64 KiB
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # descriptors or memory
+_FREE = "free memory, or start fewer processes (--decode_workers; of paceline db: --workers)"
 
 
 class Maker(Protocol):
@@ -52,18 +56,22 @@ class Maker(Protocol):
         """Close the records' database, in a decode process that ends."""
 
 
-class BadRecord(NamedTuple):
-    """Report that a record gives no sample; a packet has it as JSON.
+class Report(NamedTuple):
+    """Report that a record gives no sample, or that decoding can't go on; a packet has it as JSON.
 
     Attributes:
         serial: number of the batch.
-        record: the record's number.
-        text: what is wrong with it.
+        record: the record's number, or NO_RECORD: whatever the record, it would be the same.
+        text: what is wrong.
     """
 
     serial: int
     record: int
     text: str
+
+    def packet(self) -> bytes:
+        """Return the packet; a long text is cut."""
+        return json.dumps(self._replace(text=self.text[:_LONGEST])).encode()
 
 
 def decode_chunks(
@@ -73,20 +81,30 @@ def decode_chunks(
     reports: socket.socket,
     makers: Sequence[Maker],
 ) -> None:
-    """Make samples until the queue says that this worker ends.
+    """Make samples until the queue says that this worker ends, or decoding can't go on.
 
     Args:
         worker: the worker's number.
         queue: the queue of chunks.
         rooms: the rooms of the batches.
-        reports: receives a packet for each record that gives no sample.
+        reports: receives a packet for each record that gives no sample, and one where decoding
+            can't go on.
         makers: the sample makers, by number.
     """
-    while chunk := queue.take(worker):
-        begun = _runnable_ns()
-        for report in _make(worker, queue, rooms, chunk, makers[chunk.maker]):
-            reports.send(json.dumps(report).encode())
-        queue.finish(worker, chunk, _runnable_ns() - begun)
+    try:
+        while chunk := queue.take(worker):
+            begun = _runnable_ns()
+            for report in _make(worker, queue, rooms, chunk, makers[chunk.maker]):
+                reports.send(report.packet())
+            queue.finish(worker, chunk, _runnable_ns() - begun)
+    except DataError as error:
+        reports.send(Report(NO_RECORD, NO_RECORD, str(error)).packet())
+    except Exception as error:
+        remedy = "start the same command again to resume; if it ends so again, report the error"
+        if _is_used_up(error):
+            remedy = _FREE
+        text = f"Decoding can't go on ({_reason(error)}): {remedy}."
+        reports.send(Report(NO_RECORD, NO_RECORD, text).packet())
 
 
 def _runnable_ns() -> int:
@@ -105,8 +123,12 @@ def _runnable_ns() -> int:
 
 def _make(
     worker: int, queue: ChunkQueue, rooms: Ring | MappedRooms, chunk: Chunk, maker: Maker
-) -> list[BadRecord]:
-    """Make a chunk's samples; return the reports of bad records."""
+) -> list[Report]:
+    """Make a chunk's samples; return the reports of bad records.
+
+    Raises:
+        DataError: what failed isn't the record: the database is gone, or memory or descriptors are.
+    """
     room = rooms.room(chunk.offset, chunk.count, maker.sample_bytes)
     records = room.records[chunk.begin : chunk.end]
     numbers = maker.numbers(chunk.epoch, records)
@@ -116,12 +138,28 @@ def _make(
         queue.reach(worker, sample)
         try:
             room.labels[sample] = maker.write(record, numbers[at], room.samples[sample])
+        except SourceLost:
+            raise
         except DataError as error:
-            bad.append(BadRecord(chunk.serial, record, str(error)[:_LONGEST]))
+            bad.append(Report(chunk.serial, record, str(error)))
         except Exception as error:
-            text = _sentence(maker.name(record), error)
-            bad.append(BadRecord(chunk.serial, record, text[:_LONGEST]))
+            # Skipped like a bad record, it would be another record in the next run.
+            if _is_used_up(error):
+                raise DataError(
+                    f"{maker.name(record)} can't be decoded ({_reason(error)}): {_FREE}, or remove "
+                    "the record if it is far larger than others."
+                ) from error
+            bad.append(Report(chunk.serial, record, _sentence(maker.name(record), error)))
     return bad
+
+
+def _is_used_up(error: Exception) -> bool:
+    """Return whether memory or descriptors are used up, which isn't the record's fault."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) in _USED_UP
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _sentence(name: str, error: Exception) -> str:
@@ -132,4 +170,4 @@ def _sentence(name: str, error: Exception) -> str:
             f"{name} can't be read ({error.strerror or error}{file}): check the disk, and that "
             "this user may read its files."
         )
-    return f"{name} can't be decoded ({type(error).__name__}: {error}): repair or remove it."
+    return f"{name} can't be decoded ({_reason(error)}): repair or remove it."

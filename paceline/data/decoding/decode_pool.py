@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
-from paceline.data.decoding.decode_chunks import BadRecord, Maker, decode_chunks
+from paceline.data.decoding.decode_chunks import NO_RECORD, Maker, Report, decode_chunks
 from paceline.data.decoding.ring import CopyEvent, Ring, Room
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
@@ -34,9 +34,10 @@ _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own c
 _CHUNKS = 512  # of a room, at most
 _THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
 _LOOK_S = 1.0  # between two looks at processes that may be stopped
-_STOPPED_S = 5.0  # that a worker may have one chunk, while others finish theirs
+_STOPPED_S = 5.0  # that a worker may have one sample in work, while others finish theirs
 _DEATHS = 3  # of decode processes at one record, until it is named
 _STARTS = 5  # of a decode process while none makes a sample, one after another
+_STOPPED = "Tt"  # states of a process that a signal or a tracer has stopped
 _BLOCKED = 0.5  # share of decoding spent on waits for the disk that names it as the reason
 _CLOSE_S = 2.0  # Ctrl-C must end a run within five
 
@@ -90,7 +91,8 @@ class DecodePool:
         thread: whether a thread of this process decodes beside decode processes.
         alone: the option with which the process of the pool decodes by itself, for messages.
         note: called with sentences for the user.
-        stopped_after: seconds that one chunk may take, while others are finished.
+        stopped_after: seconds that one sample may take without processor time, while others are
+            finished.
     """
 
     def __init__(
@@ -128,6 +130,10 @@ class DecodePool:
         self._server: ServerProcess | None = None
         self._next_look = 0.0
         self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
+        self._failure: DataError | None = None  # no worker goes on
+        self._late: set[tuple[int, int]] = set()  # maker and record that a process was killed at
+        self._killed: set[int] = set()  # processes that this one killed
+        self._used: dict[int, int] = {}  # processor time of late processes at the last look
         self._starts: Counter[int] = Counter()  # by worker, since one made a sample
         self._made: dict[int, int] = {}  # samples of all workers when each was last started
 
@@ -170,7 +176,7 @@ class DecodePool:
         """Wait until samples are made; return whether they are, within `timeout` seconds.
 
         Raises:
-            DataError: decode processes die again and again.
+            DataError: decode processes die again and again, or can't go on.
         """
         waited = list(works)
         deadline = time.monotonic() + timeout
@@ -214,12 +220,8 @@ class DecodePool:
             self._note(self._count.reason)
             self._grow(wanted)
 
-    def remedy(self, *, gpu_decodes: bool) -> str:
-        """Return what shortens the waits for batches, by what was measured since the last call.
-
-        Args:
-            gpu_decodes: whether the processes only read, and the GPU decodes.
-        """
+    def remedy(self) -> str:
+        """Return what shortens the waits for batches, by what was measured since the last call."""
         times = self._queue.times()
         made = times.since(self._before)
         self._before = times
@@ -311,8 +313,14 @@ class DecodePool:
             os.eventfd_read(complete)
 
     def _attend(self, waited: Sequence[Work]) -> None:
-        """Receive reports, and replace processes that have ended or are stopped."""
+        """Receive reports, and replace processes that have ended or are stopped.
+
+        Raises:
+            DataError: decode processes die again and again, or can't go on.
+        """
         self._receive_reports()
+        if self._failure is not None:
+            raise self._failure
         if self._server is None:
             return
         now = time.monotonic()
@@ -320,7 +328,7 @@ class DecodePool:
             self._next_look = now + _LOOK_S
             self._kill_stopped(self._server, waited)
         ended = self._server.ended()
-        if self._server.process.poll() is not None:
+        if self._server.has_ended:
             self._server.socket.close()
             self._server = self._new_server()
         for each in ended:
@@ -329,21 +337,24 @@ class DecodePool:
     def _receive_reports(self) -> None:
         with suppress(BlockingIOError):
             while True:
-                report = BadRecord(*json.loads(self._reported.recv(1 << 16)))
-                if report.serial in self._works:
+                report = Report(*json.loads(self._reported.recv(1 << 16)))
+                if report.record == NO_RECORD:
+                    self._failure = DataError(report.text)
+                elif report.serial in self._works:
                     self._works[report.serial].bad[report.record] = DataError(report.text)
 
     def _replace(self, server: ServerProcess, ended: Ended) -> None:
         """Start another process in place of one that has ended, and make its chunk again.
 
         Raises:
-            DataError: three have died at one record, or one has ended five times while none made a
-                sample.
+            DataError: three have died at one record, or one has ended five times in a row.
         """
+        ours = ended.process in self._killed
+        self._killed.discard(ended.process)
         again = "it is replaced"
         for chunk, sample in self._queue.put_back(ended.worker):
             again = f"it is replaced, and its {many(chunk.end - chunk.begin, 'image')} made again"
-            if chunk.serial in self._works and ended.status is not None:
+            if chunk.serial in self._works and ended.status is not None and not ours:
                 record = int(self._works[chunk.serial].room.records[sample])
                 self._count_death(chunk.maker, record, ended)
         killed = ended.status is None or ended.status < 0
@@ -352,11 +363,12 @@ class DecodePool:
         self._starts[ended.worker] += 1
         if self._starts[ended.worker] >= _STARTS:
             raise DataError(
-                f"A decode process has ended {_STARTS} times before any image was made; the last "
-                f"one {ended}. Free memory, or use {self._alone}: this process then decodes by "
-                "itself, and shows the reason."
+                f"Decode process {ended.worker} was started {_STARTS} times and has ended each "
+                f"time; the last one {ended}. Free memory, or use {self._alone}: this process then "
+                "decodes by itself, and shows the reason."
             )
-        self._note(f"Decode process {ended.worker} (pid {ended.process}) {ended}; {again}.")
+        known = f" (pid {ended.process})" if ended.process else ""
+        self._note(f"Decode process {ended.worker}{known} {ended}; {again}.")
         self._start_process(server, ended.worker)
 
     def _count_death(self, maker: int, record: int, ended: Ended) -> None:
@@ -374,21 +386,35 @@ class DecodePool:
             )
 
     def _kill_stopped(self, server: ServerProcess, waited: Sequence[Work]) -> None:
-        """Kill processes that a signal has stopped, or that hold up samples while others work."""
-        if _is_stopped(server.process.pid):
+        """Kill processes that a signal has stopped, or that do nothing while others work."""
+        state = _state(server.process.pid)
+        if state is not None and state[0] in _STOPPED:
             server.process.kill()  # it reports no end, and starts nothing
             return
         late = {
-            worker
+            worker: (work.maker, int(work.records[sample]))
             for work in waited
-            for worker, others_work in self._queue.overdue(work.slots, self._stopped_after)
-            if others_work
+            for worker, sample in self._queue.overdue(work.slots, self._stopped_after).items()
         }
+        used = {}
         for worker, process in server.processes.items():
-            if worker in late or _is_stopped(process):
-                self._note(f"Decode process {worker} (pid {process}) makes nothing, and is killed.")
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            state = _state(process)
+            if state is None:
+                continue
+            if worker in late:
+                used[process] = state[1]
+            # A sample that takes long is no reason: whoever computes is left alone, and so is the
+            # second process at a record, which may have to wait for its disk as long.
+            hangs = used.get(process, -1) == self._used.get(process)
+            if hangs and late[worker] not in self._late:
+                self._late.add(late[worker])
+            elif state[0] not in _STOPPED:
+                continue
+            self._killed.add(process)
+            self._note(f"Decode process {worker} (pid {process}) makes nothing, and is killed.")
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._used = used
 
     def _reuse_dropped(self) -> None:
         for work in list(self._dropped):
@@ -397,10 +423,14 @@ class DecodePool:
                 self._ring.free(work.room)
 
 
-def _is_stopped(process: int) -> bool:
-    """Return whether a process is stopped by a signal."""
+def _state(process: int) -> tuple[str, int] | None:
+    """Read a process's state, a letter, and the clock ticks that it has computed; None: it ended.
+
+    See proc(5), /proc/[pid]/stat.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:  # it has ended
-        return False
-    return text.rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])

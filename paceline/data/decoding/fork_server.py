@@ -73,7 +73,8 @@ def main(requests: int, setup: int) -> None:
         made = pickle.load(file)
     if "torch" in sys.modules:  # the makers use it
         sys.modules["torch"].set_num_threads(1)
-    serve(socket.socket(fileno=requests), made)
+    with socket.socket(fileno=requests) as connection:
+        serve(connection, made)
 
 
 def serve(requests: socket.socket, setup: ServerSetup) -> None:

@@ -58,6 +58,7 @@ class ServerProcess:
 
     Attributes:
         process: the server's own process; killed, it reports no end, and its children end, too.
+        has_ended: whether `ended` has found that the server's process has ended.
         processes: process ids of decode processes that run, by worker.
         socket: socket that becomes readable when `ended` has something to return.
     """
@@ -66,6 +67,7 @@ class ServerProcess:
         self, queue: ChunkQueue, ring: int, reports: socket.socket, makers: Sequence[Maker]
     ) -> None:
         self.processes: dict[int, int] = {}
+        self.has_ended = False
         self._requested: set[int] = set()
         self.socket, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         setup = ServerSetup(
@@ -79,7 +81,7 @@ class ServerProcess:
             os.lseek(file, 0, os.SEEK_SET)
             argument = json.dumps([requests.fileno(), file, os.getpid(), sys.path])
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, argument],
+                [sys.executable, "-P", "-c", BOOT, argument],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests.fileno(), file, ring, reports.fileno(), *queue.descriptors),
                 start_new_session=True,  # signals from a terminal are for the training process
@@ -141,6 +143,7 @@ class ServerProcess:
 
     def _all_ended(self) -> list[Ended]:
         """Wait until the kernel has killed all processes of a server that ended."""
+        self.has_ended = True
         self.process.kill()
         try:
             self.process.wait(_KILLED_S)
