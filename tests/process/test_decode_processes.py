@@ -230,7 +230,7 @@ class SlowSource(ListSource):
         self._computes = computes
 
     def __getitem__(self, index: int) -> Record:
-        end = time.monotonic() + (1.2 if index == 0 else 0.02)
+        end = time.monotonic() + (1.2 if index == 0 else 0.08)
         while self._computes and time.monotonic() < end:
             pass
         select.select([], [], [], max(0.0, end - time.monotonic()))
@@ -242,13 +242,13 @@ def test_a_record_that_takes_long_is_made_all_the_same(
     computes: bool, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_pool, "_LOOK_S", 0.3)
-    source = SlowSource(numbered(16), computes=computes)
-    order = Order(size=16, batch_size=16, shuffle=False)
+    source = SlowSource(numbered(32), computes=computes)
+    order = Order(size=32, batch_size=32, shuffle=False)
     notes: list[str] = []
     with loader_of(
-        source, 16, order=order, workers=2, note=notes.append, stopped_after=0.05, timeout=60
+        source, 32, order=order, workers=2, note=notes.append, stopped_after=0.05, timeout=60
     ) as loader:
-        assert loader.batch(0, 0).labels.tolist() == list(range(16))
+        assert loader.batch(0, 0).labels.tolist() == list(range(32))
     assert len([note for note in notes if "is killed" in note]) == kills
 
 
