@@ -128,17 +128,20 @@ class BufferBroadcast:
         if own.is_cuda:  # the stream waits, not the host, unless ranks share the GPU
             self.install()
 
-    @torch.no_grad()
     def install(self) -> None:
         """Install rank 0's values, if a broadcast is under way.
 
         Raises:
             CommError: a peer was lost, or didn't answer in time.
         """
-        if self._sent is None:
-            return
-        sent = self._sent
-        self._sent = None
+        # Apart from what needs torch.no_grad, which costs more than this question in each step.
+        if self._sent is not None:
+            sent = self._sent
+            self._sent = None
+            self._install(sent)
+
+    @torch.no_grad()
+    def _install(self, sent: _Sent) -> None:
         sent.ticket.wait("the broadcast of rank 0's buffers")
         if self._devices().rank == 0:
             return
