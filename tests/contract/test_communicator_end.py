@@ -8,13 +8,18 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from threading import Event
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from paceline.comm import process_group
 from paceline.comm.communicator import Communicator, broadcast_all, gather_counts, total
 from paceline.comm.gloo_loops import stop_listening
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -251,3 +256,37 @@ def test_another_thread_interrupts_a_collective() -> None:
     start = time.monotonic()
     assert spawn(2, wait_until_interrupted) == ["PeerLost", ""]
     assert time.monotonic() - start < LIMIT
+
+
+def test_no_rank_is_connected_before_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that closed at once would fail the others, which still connect."""
+    store = HashStore()
+    connect = process_group._gloo
+    arrived, may_go = Event(), Event()
+
+    def connect_late(store: Any, rank: int, *rest: Any) -> Any:
+        group = connect(store, rank, *rest)
+        if rank == 1:
+            arrived.set()
+            assert may_go.wait(30)
+        return group
+
+    def communicator(rank: int) -> ProcessGroupCommunicator:
+        return ProcessGroupCommunicator(
+            store,
+            rank=rank,
+            world_size=2,
+            device=torch.device("cpu"),
+            address="127.0.0.1",
+            first_timeout=30,
+            timeout=30,
+        )
+
+    monkeypatch.setattr(process_group, "_gloo", connect_late)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(communicator, rank) for rank in range(2)]
+        assert arrived.wait(30)
+        assert not wait(ranks, timeout=0.5).done
+        may_go.set()
+        for rank in ranks:
+            rank.result(30).close()
