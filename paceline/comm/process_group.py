@@ -145,8 +145,8 @@ class ProcessGroupCommunicator:
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
                 f"({_cause(error)}): check the output of the other ranks, and firewalls."
             ) from error
-        # NCCL connects now, and not while something runs on the GPU. And Gloo's ranks must not close
-        # before all others are connected: a rank that closes at once would fail theirs.
+        # NCCL connects now, and not while something runs on the GPU. Of Gloo's ranks, one that
+        # closes at once would fail those that are still connecting.
         self.all_reduce(torch.ones(1, device=device)).wait("the first sum of all ranks")
         self._connected = len(self._connections())
         close_in_children(self, _close_inherited)
