@@ -89,7 +89,7 @@ def join(
             run; anything else is the path of another run's checkpoint to start from.
         reset_optimizer: begin the optimizers' state anew where a checkpoint is resumed from, as is
             needed for an optimizer of another class; weights, epoch and schedules continue. A run
-            does so once, though each of its starts has this argument.
+            does so once, even if each of its starts has this argument.
         checkpoint_steps: save every so many steps; 0: only by time and at each epoch's end.
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0: never.
         keep_checkpoints: the number of checkpoints to retain, the newest ones.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -172,10 +172,15 @@ class Meter:
                     f"meter.add() got {name}=, but the meter has the sums "
                     f"{', '.join(self._names)}: name it in world.meter()."
                 )
-            if isinstance(value, Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor):
+                unfit = "" if value.numel() == 1 else f"of shape {tuple(value.shape)}"
+            else:
+                unfit = (
+                    "" if isinstance(value, SupportsFloat) else f"of type {type(value).__name__}"
+                )
+            if unfit:
                 raise ConfigError(
-                    f"meter.add() got {name}= of shape {tuple(value.shape)}: pass a number, or a "
-                    "tensor of one element."
+                    f"meter.add() got {name}= {unfit}: pass a number, or a tensor of one element."
                 )
         loop = self._loop
         evaluating = self._meters.evaluating and not loop.in_step
@@ -242,7 +247,7 @@ class Meter:
         slot = self._meters.slot(self._number, name)
         if slot is None:
             raise ConfigError(
-                "meter.add() was called in a step, but the meter was made after the first one: "
+                "meter.add() was called in a step, but the meter was made after the first step: "
                 "call world.meter() before the first step, on all ranks."
             )
         return slot

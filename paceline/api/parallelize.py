@@ -154,10 +154,10 @@ def parallelize(
         synchronised = batch_norms(whole, every=sync_bn)
         if average is not None and (sync_bn or synchronised):
             given = "sync_bn was given" if sync_bn else f"{synchronised[0]} is a SyncBatchNorm"
+            remedy = "leave it out" if sync_bn else "make it a BatchNorm"
             raise ConfigError(
-                f'{given} with sync="average", where workers compute apart: '
-                f"{'leave it out' if sync_bn else 'make it a BatchNorm'}; running statistics are "
-                "averaged with the weights."
+                f'{given} with sync="average", where workers exchange nothing within a step: '
+                f"{remedy}. Running statistics are averaged with the weights."
             )
         if synchronised:
             if run.context.layers is None:

@@ -135,9 +135,9 @@ class Rollback:
         if self._run.leads:
             number = self._position.position.number
             print_message_for_scripts(
-                f"the loader yields the batches from step {number:,} on again: what the script "
-                "counts or adds up by itself counts them twice. world.steps, world.meter() and "
-                "what world.track() tracks went back with the model."
+                f"the loader yields the batches from step {number:,} on again, so the script's "
+                "own counters and sums count them twice. Use world.steps, world.meter() or "
+                "world.track(), which went back with the model."
             )
         if self._evaluated is not None and self._evaluated[0] > self._position.position.number:
             self._evaluated = None  # it is repeated, or begins for the first time on other ranks

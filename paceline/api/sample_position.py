@@ -133,10 +133,11 @@ class SamplePosition:
         self._require_first_loader(stream=False)
         drawn = isinstance(order, DrawnOrder)
         if self._saved_order is not None and drawn is not ("source" in self._saved_order):
-            was, now = ("wasn't", "has") if drawn else ("was", "has no")
+            now = "has" if drawn else "doesn't have"
+            then = "didn't" if drawn else "did"
             raise ConfigError(
-                f"the loader {now} sampler= or weights=, but one {was} given when the checkpoint "
-                "was written: pass the same arguments, or a different run= to paceline.join()."
+                f"the loader {now} sampler= or weights=, and that of the checkpoint {then}: pass "
+                "the same arguments, or a different run= to paceline.join()."
             )
         names = {"size": "the data set's length"}
         if drawn:
@@ -280,19 +281,19 @@ class SamplePosition:
             if one.skipped:
                 given = one.last - one.first
                 raise ConfigError(
-                    f"the batch of step {one.number} on rank {one.rank} has {one.count} of the "
-                    f"{many(given, 'sample')} that collate_fn was given: pass the number that is "
-                    "left, world.step(samples=len(x)), on all ranks. Where a batch isn't a list "
-                    "of samples, such as one of packed tokens, pass what its loss is a mean over, "
-                    "world.step(weight=…)."
+                    f"collate_fn was given {many(given, 'sample')} for step {one.number} on rank "
+                    f"{one.rank}, but its batch has {one.count}: the step must know what the "
+                    "loss is a mean over. Pass the number that is left, "
+                    "world.step(samples=len(x)), on all ranks; for a batch that isn't made of "
+                    "samples, such as packed tokens, pass world.step(weight=…)."
                 )
 
     def _require_no_placeholder(self, last: BatchSlice) -> None:
         """Require samples on all ranks in each of several batches that a step trains."""
         if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
             raise ConfigError(
-                f"in the step that ends at position {last.last}, one of the accumulated batches "
-                "has no sample for some rank: give that batch a world.step() of its own."
+                f"step {last.number} accumulates several batches, one of which has no sample for "
+                "some rank: give that batch a world.step() of its own."
             )
 
     def _require_dividable(self, samples: int | None) -> None:
@@ -357,8 +358,8 @@ class SamplePosition:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""
         if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
             raise ConfigError(
-                f"in the step that ends at position {last.last}, one of the accumulated batches "
-                "has fewer samples than the ranks need: give that batch a world.step() of its own."
+                f"step {last.number} accumulates several batches, one of which has fewer samples "
+                "than the ranks need: give that batch a world.step() of its own."
             )
         if self.stream is not None and any(each.weight != last.weight for each in self.waiting):
             raise ConfigError(
@@ -419,8 +420,8 @@ class SamplePosition:
             ranks = [rank for rank, value in enumerate(values) if value == _NOT_GIVEN]
             if 0 < len(ranks) < len(values):
                 raise ConfigError(
-                    f"world.step({name}=…) wasn't given on rank {ranks[0]}, but on other ranks: "
-                    "give it on all ranks, 0 where a rank has nothing to train, or on none."
+                    f"world.step() got {name}= on some ranks, but not on rank {ranks[0]}: give it "
+                    "on all ranks, 0 where a rank has nothing to train, or on none."
                 )
         name = "samples" if weight is None else "weight"
         of_ranks = counts if weight is None else weights

@@ -40,9 +40,9 @@ from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
 
-_LACKS = (
-    "it lacks what the lost rank had added up by itself since the last step. The sums of "
-    "world.meter() in world.evaluation() lack nothing."
+_WITHOUT_LOST = (
+    "is made by the remaining ranks: what only the lost rank had, such as its own sums, is missing "
+    "in the result. Sums by world.meter() in world.evaluation() are complete."
 )
 
 
@@ -376,7 +376,7 @@ class ScriptLoop:
                 if not rollback.enter_here(lost):
                     return own
                 if self._run.leads:
-                    print_message_for_scripts(f"{call} after this loss: {_LACKS}")
+                    print_message_for_scripts(f"{call} {_WITHOUT_LOST}")
                 lost = None
             place = place or rollback.next_evaluation()
             if not rollback.reach(place):
@@ -429,7 +429,7 @@ class ScriptLoop:
             steps = many(self._position.position.number, "step")
             print_message_for_scripts(
                 f"the world closes after {steps}, before the workers' first merge, so the model's "
-                "state dict has the weights from before them: pass a smaller every=, or call "
+                "state dict has the weights of the start: pass a smaller every=, or call "
                 "world.merge() after the last step."
             )
 

@@ -132,11 +132,11 @@ class FirstSteps:
             self._looks_at_means = False
             self._say(
                 Message(
-                    "the loss is a mean over labels of which the ranks have unequal numbers, in "
-                    f"step {number}: with ignore_index, or with class weights, of which the sums "
-                    "count. So the gradient depends on the number of workers. Pass what this "
-                    "rank's loss is a mean over, world.step(weight=…), on all ranks: the number "
-                    "of labels that aren't ignored, say."
+                    f"in step {number} cross entropy was a mean over unequal numbers of labels on "
+                    "the ranks, because of ignore_index or class weights, but ranks count by their "
+                    "samples: the gradient depends on the number of workers. Pass "
+                    "world.step(weight=n) on all ranks, n being what this rank's loss is a mean "
+                    "over: the labels that aren't ignored, or the sum of their class weights."
                 )
             )
 
@@ -153,12 +153,12 @@ class FirstSteps:
                 named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
                 self._say(
                     Message(
-                        f"{named} train the same samples: the model is given the same values "
-                        f"there, in each of {many(len(seen), 'step')}. Pass the data set to "
-                        "paceline.loader(), which divides the batches and takes sampler= and "
-                        "weights=, or give your own DataLoader a DistributedSampler("
-                        "dataset, world.world_size, world.rank). An IterableDataset divides its "
-                        "samples itself, by world.rank and world.world_size."
+                        f"{named} train the same samples: their models got the same inputs in "
+                        f"{many(len(seen), 'step')}. Pass the data set to paceline.loader(), which "
+                        "divides the batches and takes sampler= and weights=, or give your own "
+                        "DataLoader a DistributedSampler(dataset, world.world_size, world.rank). "
+                        "An IterableDataset must divide its samples itself, by world.rank and "
+                        "world.world_size."
                     )
                 )
                 return

@@ -120,9 +120,9 @@ def evaluated_apart(counts: Sequence[int]) -> str:
     others = [rank for rank, count in enumerate(counts) if count < most]
     return (
         f"warning: {name_ranks(alone)} evaluated without {name_ranks(others)}: a paceline.loader() "
-        "with train=False yields each rank's own part of the samples, so that scores of some ranks "
-        "aren't of all samples. Iterate on all ranks and add up by world.total() or world.meter(), "
-        "or evaluate with a DataLoader of torch on one rank."
+        "with train=False yields each rank's own part of the samples, so a score of some ranks "
+        "isn't of all samples. Iterate on all ranks and sum by world.total() or world.meter(), or "
+        "evaluate with a DataLoader of torch on one rank."
     )
 
 

@@ -176,9 +176,9 @@ def batch_norms(model: nn.Module, *, every: bool) -> list[str]:
         plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
         if kind.forward not in plain:
             raise ConfigError(
-                f"the model's {name} is of class {kind.__name__}, whose forward isn't BatchNorm's "
-                "alone, so it can't be synchronised: use torch's BatchNorm layers and "
-                "sync_bn=True, with an activation in a module of its own"
+                f"the model's {name} is of class {kind.__name__}, whose forward computes more than "
+                "BatchNorm's, so it can't be synchronised: use torch's BatchNorm and sync_bn=True, "
+                "with what else it computes in a module of its own"
                 f"{'' if synchronises else ', or leave out sync_bn'}."
             )
         if getattr(module, "process_group", None) is not None:

@@ -81,8 +81,8 @@ def _synchronise(
         if config.sync.sync == "average":
             raise ConfigError(
                 f"the model's {names[0]} is a SyncBatchNorm, but with --sync average workers "
-                "compute apart: make it a BatchNorm, whose running statistics are averaged with "
-                "the weights, or use another --sync."
+                "exchange nothing within a step: make it a BatchNorm, whose running statistics are "
+                "averaged with the weights, or use another --sync."
             )
         report(synchronised_note(names))
     return convert_sync_batchnorm(model, layers, share, every=every)

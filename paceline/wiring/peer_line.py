@@ -140,7 +140,7 @@ def expect_members(
 
     def missing_text(missing: list[str]) -> str:
         names = ", ".join(generation.describe(keys[key]) for key in missing)
-        return f"{names} didn't open a control line within {limit:g} s."
+        return f"{names} didn't connect for heartbeats within {limit:g} s: check its output."
 
     await_keys(store, list(keys), limit, missing_text)
     for key, one in zip(keys, generation.members, strict=True):

@@ -182,7 +182,8 @@ def build_trainer(
             recorder.event(
                 "note",
                 text=f"--average_every {longest} is more than the {train.steps} steps of an epoch: "
-                "an epoch's evaluation and weights file are of the last merge, in an earlier one.",
+                "an epoch without a merge is evaluated and saved with the weights of the last "
+                f"merge before it. Give at most {train.steps} for a merge in each epoch.",
             )
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):

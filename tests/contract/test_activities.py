@@ -162,9 +162,9 @@ def test_a_rank_that_is_busy_for_too_long_ends_the_wait(
 @pytest.mark.parametrize(
     ("instead", "said"),
     [
-        ("step", "which is in step 4"),
-        ("call", r"which is in world\.merge\(\)"),
-        ("end", "which has ended its world"),
+        ("step", "is in step 4"),
+        ("call", r"is in world\.merge\(\)"),
+        ("end", "has closed its world"),
     ],
 )
 def test_a_peer_that_does_something_else_is_named(
@@ -186,7 +186,7 @@ def test_a_peer_that_does_something_else_is_named(
         wait_until(lambda: first.knows(third))
         with first.activities.call("world.total()"):
             wait = first.activities.begin("world.total()")
-            text = rf"^world\.total\(\) was called on rank 0 and not on rank 1, {said}: all ranks"
+            text = rf"^rank 0 waits in world\.total\(\), but rank 1 {said}: all ranks"
             with pytest.raises(ConfigError, match=text):
                 wait.look()
             wait.end()

@@ -186,7 +186,7 @@ def test_a_mean_of_unequal_numbers_of_labels_is_reported(
 ) -> None:
     said = reports(batch, loss=loss)
     assert len(said) == found
-    assert all("world.step(weight=…)" in one for one in said)
+    assert all("world.step(weight=n)" in one for one in said)
 
 
 def test_a_script_that_gives_the_weight_is_not_told() -> None:

@@ -318,7 +318,7 @@ def test_torchs_own_layers_are_found_and_replaced_without_the_argument() -> None
         (
             NaiveSyncBatchNorm(4),
             False,
-            "0 is of class NaiveSync.*sync_bn=True, with an act",
+            "0 is of class NaiveSync.*sync_bn=True, with what",
         ),
     ],
 )

@@ -176,13 +176,17 @@ class Membership:
         try:
             while absent := self.activities.absent():
                 if self._waits.has_ended(generation):
-                    raise PeerLost(f"Generation {generation.number} has ended before all came.")
+                    raise PeerLost(
+                        f"Generation {generation.number} has ended before all its ranks entered it."
+                    )
                 if limit.look():
                     names = ", ".join(str(generation.name_of(member)) for member in absent)
                     raise CommTimeout(
                         Message(
-                            "{} didn't come to the next generation within {:g} s ({--timeout}).",
+                            "after a loss, {} didn't enter generation {} within {:g} s "
+                            "({--timeout}): check its output.",
                             names,
+                            generation.number,
                             self._options.timeout,
                         )
                     )

@@ -248,19 +248,20 @@ class Activities(PeerWaits):
             if instead:
                 ids = [each.id for each in self._generation.members]
                 raise ConfigError(
-                    f"{self._call} was called on rank {ids.index(self._member)} and not on rank "
-                    f"{rank}, {instead}: all ranks must make the same calls in the same order. "
-                    f"Call {self._call} on all ranks, not under `if world.rank == 0:`."
+                    f"rank {ids.index(self._member)} waits in {self._call}, but rank {rank} "
+                    f"{instead}: all ranks must make the same calls in the same order. Make each "
+                    "call on all ranks, not under `if world.rank == 0:`, and iterate evaluations "
+                    "to their end."
                 )
 
     def _instead(self, other: Activity) -> str:
         """Return what another member does instead of this member's call; "" if it may come."""
         if other.doing == ENDED and other.calls <= self._calls:  # its last call was the end
-            return "which has ended its world"
+            return "has closed its world"
         if other.doing == STEP and other.calls < self._calls and other.steps >= self._steps:
-            return f"which is in step {other.steps:,}"
+            return f"is in step {other.steps:,}"
         if other.calls == self._calls and other.call not in ("", self._call):
-            return f"which is in {other.call}"
+            return f"is in {other.call}"
         return ""
 
     def report_busy(self, operation: str, busy: Mapping[str, float]) -> None:
@@ -302,7 +303,7 @@ class Activities(PeerWaits):
             Message(
                 "{} has worked outside a step for {:.0f} s ({--idle_timeout} {:g}), while {} waits "
                 "for it in {}: {}. Give a longer {--idle_timeout}, or divide that work among all "
-                "ranks (world.evaluation).",
+                "ranks: an evaluation by world.evaluation(), say.",
                 self._generation.name_of(member),
                 seconds,
                 self.longest,
