@@ -111,8 +111,8 @@ def parallelize(
             match the checkpoint.
         CommError: a peer is lost or silent.
     """
-    waits = world._run.context.waits
-    with errors_name_arguments(), waits.call("paceline.parallelize()"):
+    activities = world._run.context.activities
+    with errors_name_arguments(), activities.call("paceline.parallelize()"):
         session = world._session
         run, context = world._run, world._run.context
         world._end.require_open("paceline.parallelize()")

@@ -211,7 +211,7 @@ class ScriptLoop:
         what the script has done since isn't repeated.
         """
         self._end.require_open("the loader")
-        with self._run.context.waits.call("the loader's next epoch", checked=False):
+        with self._run.context.activities.call("the loader's next epoch", checked=False):
             return self._begin_epoch()
 
     def _begin_epoch(self) -> int:
@@ -292,7 +292,7 @@ class ScriptLoop:
         self._position.require_all_trained()
         if self.steps is None:
             return None
-        with self._run.context.waits.call("the end of the loader's epoch", checked=False):
+        with self._run.context.activities.call("the end of the loader's epoch", checked=False):
             return self._end_steps(self.steps)
 
     def _compare_evaluations(self) -> None:

@@ -253,7 +253,7 @@ class World:
             replica.merge()
             return torch.empty(0)
 
-        with self._end.explained(call), self._run.context.waits.call(call):
+        with self._end.explained(call), self._run.context.activities.call(call):
             self._loop.together(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -292,8 +292,9 @@ class World:
             require_same_call(communicator, "world.total()", form, what)
             return total(communicator, values, what)
 
-        with self._end.explained("world.total()"), self._run.context.waits.call("world.total()"):
-            return self._loop.together("world.total()", add_up, values)
+        call = "world.total()"
+        with self._end.explained(call), self._run.context.activities.call(call):
+            return self._loop.together(call, add_up, values)
 
     def meter(self, *names: str) -> Meter:
         """Make a meter: sums over the steps of an epoch, or over an evaluation. All ranks call it.
@@ -419,7 +420,7 @@ class World:
                 if replica is not None and replica.stateful:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
-                    with context.waits.call(call):
+                    with context.activities.call(call):
                         require_same_call(context.communicator, call, "", what)
                 steps.save(together=False)
             except CommError as error:
@@ -440,7 +441,7 @@ class World:
         """
         if self._end.closed:
             return
-        with self._run.context.waits.call("world.close()", checked=False):
+        with self._run.context.activities.call("world.close()", checked=False):
             self._close()
 
     def _close(self) -> None:
@@ -449,7 +450,7 @@ class World:
         try:
             self._loop.finish()
             session, present = self._session, self._run.context.group.generation
-            session.waits.close()
+            session.activities.close()
             if session.link is not None:
                 session.link.leave()
             lasted = present.token == session.joined.group.generation.token

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.peer_waits import NO_PEERS, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import CommTimeout, Message
 
 _POLL_S = 0.0002  # an event has no wait with a limit
@@ -38,35 +38,36 @@ class HostCopy:
         else:
             self._copy = tensor.detach().clone()
 
-    @property
-    def done(self) -> bool:
-        """Whether `values` would return at once."""
-        return self._event is None or bool(self._event.query())
+    def known(self) -> list[Any] | None:
+        """Return the values if the device has computed them, without a wait; otherwise None."""
+        if self._event is not None and not self._event.query():
+            return None
+        values: list[Any] = self._copy.tolist()
+        return values
 
-    def values(self, limit: float, operation: str, wait: WaitLimit | None = None) -> list[Any]:
+    def values(
+        self, limit: float, operation: str, activities: PeerActivities = NO_PEERS
+    ) -> list[Any]:
         """Return the values, nested as the tensor's `tolist` returns them.
 
         Args:
             limit: seconds to wait for the device.
             operation: what the values are, for the error.
-            wait: the limit, where the device may wait for peers that extend it.
+            activities: what the peers do, for which the device may wait.
 
         Raises:
             CommTimeout: the device hasn't computed them in time.
         """
-        wait = wait or WaitLimit(limit, NO_PEERS, operation)
-        while self._event is not None and not self._event.query():
-            if wait.look():
-                wait.end()
-                raise CommTimeout(
-                    Message(
-                        "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
-                        "{--timeout} ({--first_iter_timeout} at the start).",
-                        operation,
-                        limit,
+        with WaitLimit(limit, activities, operation) as wait:
+            while (values := self.known()) is None:
+                if wait.look():
+                    raise CommTimeout(
+                        Message(
+                            "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
+                            "{--timeout} ({--first_iter_timeout} at the start).",
+                            operation,
+                            limit,
+                        )
                     )
-                )
-            time.sleep(_POLL_S)
-        wait.end()
-        values: list[Any] = self._copy.tolist()
+                time.sleep(_POLL_S)
         return values

@@ -32,7 +32,7 @@ from paceline.comm.gloo_loops import (
     shut_down,
     stop_listening,
 )
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
@@ -110,7 +110,7 @@ class ProcessGroupCommunicator:
         address: str,
         first_timeout: float,
         timeout: float,
-        waits: PeerWaits = NO_PEERS,
+        activities: PeerActivities = NO_PEERS,
     ) -> None:
         """Connect to all ranks; collective.
 
@@ -122,7 +122,7 @@ class ProcessGroupCommunicator:
             address: the IP address of this machine that the peers reach.
             first_timeout: the limit of a wait in seconds until `end_startup` is called.
             timeout: the limit afterwards.
-            waits: what the peers do; they may extend the limit.
+            activities: what the peers do; they may extend the limit.
 
         Raises:
             CommError: a rank did not connect in time.
@@ -130,7 +130,7 @@ class ProcessGroupCommunicator:
         self.rank, self.world_size = rank, world_size
         self._limit = timedelta(seconds=first_timeout)
         self._timeout = timedelta(seconds=timeout)
-        self._waits = waits
+        self._activities = activities
         self._extends = first_timeout == timeout
         self._loops: list[int] = []  # descriptors of Gloo's event loops
         self._works: deque[dist.Work] = deque()  # collectives that may not have ended
@@ -219,7 +219,7 @@ class ProcessGroupCommunicator:
             cause = "this process closed the connections"
             raise PeerLost(rank=self.rank, operation="starting a collective", cause=cause)
         # The transport's own limit comes after the wait's, however long peers extend that.
-        options.timeout = self._limit + timedelta(seconds=self._waits.longest)
+        options.timeout = self._limit + timedelta(seconds=self._activities.longest)
         while self._works and self._works[0].is_completed():
             self._works.popleft()
         try:
@@ -233,7 +233,7 @@ class ProcessGroupCommunicator:
 
     def limit(self, operation: str, limit: timedelta) -> WaitLimit:
         """Begin a wait of this rank, with its limit."""
-        return WaitLimit(limit.total_seconds(), self._waits, operation, extends=self._extends)
+        return WaitLimit(limit.total_seconds(), self._activities, operation, extends=self._extends)
 
 
 class _WorkTicket:
@@ -255,9 +255,8 @@ class _WorkTicket:
         return self._work.is_completed()
 
     def wait(self, operation: str) -> None:
-        limit = self._communicator.limit(operation, self._limit)
         lost_at = math.inf
-        try:
+        with self._communicator.limit(operation, self._limit) as limit:
             while True:
                 try:
                     self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
@@ -274,8 +273,6 @@ class _WorkTicket:
                 if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
                     cause = "a peer closed the connection"
                     raise PeerLost(rank=self._rank, operation=operation, cause=cause)
-        finally:
-            limit.end()
 
     def _end(self, operation: str) -> None:
         """End the wait for what is completed, perhaps right after a look at it timed out."""

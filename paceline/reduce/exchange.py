@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 
 
 class Timeout:
@@ -23,16 +23,16 @@ class Timeout:
     Args:
         first: seconds in the first step.
         later: seconds in later steps.
-        waits: what the peers do; they may extend a wait.
+        activities: what the peers do; they may extend a wait.
 
     Attributes:
         seconds: the present timeout, in seconds.
         later: seconds in later steps.
     """
 
-    def __init__(self, first: float, later: float, waits: PeerWaits = NO_PEERS) -> None:
+    def __init__(self, first: float, later: float, activities: PeerActivities = NO_PEERS) -> None:
         self.seconds, self.later = first, later
-        self._waits = waits
+        self._activities = activities
         self._extends = first == later
 
     def end_startup(self) -> None:
@@ -43,7 +43,7 @@ class Timeout:
     def limit(self, operation: str, grace: float = 0.0) -> WaitLimit:
         """Begin a wait, with its limit, which is longer by some seconds of grace."""
         seconds = self.seconds + grace
-        return WaitLimit(seconds, self._waits, operation, extends=self._extends)
+        return WaitLimit(seconds, self._activities, operation, extends=self._extends)
 
 
 class Exchange(Protocol):

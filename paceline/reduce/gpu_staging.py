@@ -156,15 +156,14 @@ class GpuStaging:
     def _sent(self, index: int, version: int) -> _Stage:
         """Wait until a bucket's version was sent."""
         stage = self._stages[index]
-        limit = self._timeout.limit(stage.operation)
 
         def sent() -> bool:
             return stage.sent >= version or self._error is not None
 
-        while not sent() and not limit.look():
-            with self._changed:
-                self._changed.wait_for(sent, limit.slice())
-        limit.end()
+        with self._timeout.limit(stage.operation) as limit:
+            while not sent() and not limit.look():
+                with self._changed:
+                    self._changed.wait_for(sent, limit.slice())
         if self._error is not None:
             raise self._error
         if stage.sent < version:

@@ -192,14 +192,13 @@ class MachineSums:
         """Wait until a bucket's version is summed, as long as the thread makes progress."""
         while bucket.summed < version and self._error is None:
             progress = partial(self._has_progress, self._progress)
-            limit = self._timeout.limit(bucket.operation, grace=_GRACE_S)
-            while not progress():
-                if limit.look():
-                    peer, cause = "the sum of its machine", "its device hangs"
-                    raise self._timed_out(peer, bucket, cause)
-                with self._changed:
-                    self._changed.wait_for(progress, limit.slice())
-            limit.end()
+            with self._timeout.limit(bucket.operation, grace=_GRACE_S) as limit:
+                while not progress():
+                    if limit.look():
+                        cause = "its device hangs"
+                        raise self._timed_out("the sum of its machine", bucket, cause)
+                    with self._changed:
+                        self._changed.wait_for(progress, limit.slice())
         with self._changed:
             if bucket.summed >= version:
                 return

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import CommTimeout
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
@@ -87,7 +87,7 @@ class StepSummaries:
         communicator: connects the ranks; with several ranks on GPUs, for summaries alone.
         device: the device that computes the sums.
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
-        waits: what the peers do, for which a device may wait.
+        activities: what the peers do, for which a device may wait.
 
     Attributes:
         communicator: connects the ranks.
@@ -101,12 +101,12 @@ class StepSummaries:
         communicator: Communicator,
         device: torch.device = _CPU,
         limits: tuple[float, float] = (60.0, 60.0),
-        waits: PeerWaits = NO_PEERS,
+        activities: PeerActivities = NO_PEERS,
     ) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
         self._limit, self._later_limit = limits
-        self._waits = waits
+        self._activities = activities
         self._pending: deque[_Pending] = deque()
         self._reports: SimpleQueue[_Pending | None] | None = None
         if device.type != "cpu" and not self.alone:
@@ -212,20 +212,18 @@ class StepSummaries:
 
     def _start(self, pending: _Pending) -> None:
         """Start to gather the ranks' rows, once the device has computed this rank's values."""
-        own = [*self._copied(pending), *pending.marks]
-        row = torch.tensor(own, dtype=torch.float64)
+        row = torch.tensor(self._own(pending), dtype=torch.float64)
         pending.rows = row.new_empty(self.communicator.world_size, len(row))
         pending.ticket = self.communicator.all_gather(row, [*pending.rows])
 
     def _numbers(self, pending: _Pending) -> list[float]:
         """Return the sums over the ranks of a step's values and marks."""
         if self.alone:
-            return [*self._copied(pending), *pending.marks]
+            return self._own(pending)
         if pending.future is None:
             return pending.received()
         # for the device, then for the peers
-        limit = WaitLimit(2 * self._limit, self._waits, pending.operation)
-        try:
+        with WaitLimit(2 * self._limit, self._activities, pending.operation) as limit:
             while True:
                 try:
                     return pending.future.result(limit.slice())
@@ -235,13 +233,11 @@ class StepSummaries:
                     if limit.look():
                         text = f"{pending.operation} weren't sent in time: a GPU hangs."
                         raise CommTimeout(text) from error
-        finally:
-            limit.end()
 
-    def _copied(self, pending: _Pending) -> list[float]:
-        """Return this rank's values, once the device has computed them."""
-        limit = WaitLimit(self._limit, self._waits, pending.operation)
-        return pending.copy.values(self._limit, pending.operation, limit)
+    def _own(self, pending: _Pending) -> list[float]:
+        """Return this rank's values and marks, once the device has computed them."""
+        values = pending.copy.values(self._limit, pending.operation, self._activities)
+        return [*values, *pending.marks]
 
     def _send_reports(self) -> None:
         """Send the reports of a GPU's steps, in their order; the summaries' thread."""

@@ -228,7 +228,7 @@ class Steps:
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
         self._begin_step(number)
-        with self.run.context.waits.step(number), span("step", step=number):
+        with self.run.context.activities.step(number), span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
             word = self._seed_torch(_IN_STEP, number)
@@ -319,9 +319,9 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        waits, number = self.run.context.waits, batch.number
+        activities, number = self.run.context.activities, batch.number
         with (
-            waits.step(number),
+            activities.step(number),
             self._replica.step(number, batch.weight, batch.global_count),
         ):
             yield None

@@ -61,7 +61,7 @@ class Evaluation:
             ConfigError: a step is active, or another rank makes another call or has other data.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
-        with self._run.context.waits.call(_CALL):
+        with self._run.context.activities.call(_CALL):
             begun = self._loop.begin_evaluation(_CALL)
         if begun is None:
             yield from self._void_batches()
@@ -101,7 +101,7 @@ class Evaluation:
 
     def _ended(self) -> Indices:
         """Return what is missing, within a call that all ranks make; collective."""
-        with self._run.context.waits.call(f"the end of {_CALL}"):
+        with self._run.context.activities.call(f"the end of {_CALL}"):
             return self._missing()
 
     def _missing(self) -> Indices:

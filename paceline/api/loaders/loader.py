@@ -110,7 +110,7 @@ class Loader(CurrentBatch):
         with meters.evaluate():
             yield from self._evaluation_batches()
         if meters.count:
-            with context.waits.call("the end of world.evaluation()"):
+            with context.activities.call("the end of world.evaluation()"):
                 what = "the end of world.evaluation(), which all ranks must reach"
                 meters.merge(gather_bytes(context.communicator, meters.pack(), what))
 
@@ -217,8 +217,8 @@ def loader(
             can't be used, or the ranks or the checkpoint have other values.
         CommError: a peer is silent.
     """
-    waits = world._run.context.waits
-    with errors_name_arguments(), waits.call("paceline.loader()"):
+    activities = world._run.context.activities
+    with errors_name_arguments(), activities.call("paceline.loader()"):
         world._end.require_open("paceline.loader()")
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")

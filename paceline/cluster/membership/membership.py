@@ -24,7 +24,7 @@ from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.activities import Activities
 from paceline.cluster.membership.control_line.frame_kinds import (
-    DOING,
+    ACTIVITY,
     END,
     EXITED,
     LEAVING,
@@ -59,7 +59,7 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.comm.peer_waits import WaitLimit
+from paceline.comm.peer_activities import WaitLimit
 from paceline.errors import CommError, CommTimeout, Message, PeerLost, many
 
 _JUDGE_S = 0.5  # between two judgments of the evidence, unless the peer timeout is short
@@ -172,8 +172,8 @@ class Membership:
         """
         generation = group.generation
         self.activities.enter(generation)
-        limit = WaitLimit(self._options.timeout, self.activities, "the next generation")
-        try:
+        timeout = self._options.timeout
+        with WaitLimit(timeout, self.activities, "the next generation") as limit:
             while absent := self.activities.absent():
                 if self._waits.has_ended(generation):
                     raise PeerLost(
@@ -187,12 +187,10 @@ class Membership:
                             "({--timeout}): check its output.",
                             names,
                             generation.number,
-                            self._options.timeout,
+                            timeout,
                         )
                     )
                 time.sleep(_MEET_S)
-        finally:
-            limit.end()
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation; it serves until the generation ends."""
@@ -319,7 +317,7 @@ class Membership:
             elif kind == SUSPECTED and body["generation"] == self._generation.id:
                 self._watch.reported(peer, body["members"], body["reasons"])
                 self._judge_once()
-            elif kind == DOING:
+            elif kind == ACTIVITY:
                 self.activities.received(peer, body)
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
