@@ -78,7 +78,7 @@ class Rollback:
         error: reports the lost peer, until the loader goes back to a snapshot; None: none is lost.
         moved: whether the ranks have changed since the loader's last batch, without a return.
         entered: whether this rank has entered a later generation.
-        outcome: of the last call by `keep`.
+        outcome: of this rank's last call that all ranks make.
     """
 
     def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
@@ -96,12 +96,6 @@ class Rollback:
         """Whether the loop continues where a peer is lost; the same on all ranks."""
         known = self.steps is not None and self._position.order is not None
         return known and self.steps is not None and self.steps.recovery.survives
-
-    @property
-    def here(self) -> bool:
-        """Whether the present state is that of a snapshot: no step was made, or begun, since."""
-        assert self.steps is not None
-        return not self._in_step and self.steps.holds_present
 
     def lose(self, error: CommError, *, in_step: bool = False) -> None:
         """Leave a generation that has lost a peer; raise its error where the run can't continue.
@@ -151,7 +145,7 @@ class Rollback:
             the loader's next batch goes back to an earlier one.
         """
         self.lose(error)
-        if self.steps is None or not self.here:
+        if self.steps is None or self._in_step or not self.steps.holds_present:
             return False
         with self._end.exit_on_stop():
             if not self.steps.recovery.go_back(error, unchanged=True):

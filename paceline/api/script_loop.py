@@ -28,7 +28,6 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -39,11 +38,6 @@ from paceline.run.last_comparison import evaluated_apart
 from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
-
-_WITHOUT_LOST = (
-    "is made by the remaining ranks: what only the lost rank had, such as its own sums, is missing "
-    "in the result. Sums by world.meter() in world.evaluation() are complete."
-)
 
 
 @dataclass
@@ -112,7 +106,7 @@ class ScriptLoop:
 
     def _fix_meters(self, steps: Steps) -> None:
         """Let steps sum the meters that there are, from the first one on."""
-        self._position.use_sums(self.meters.of_steps)
+        self._position.use_sums(self.meters.names)
         self.meters.begin(steps)
 
     def refuse_outside(
@@ -227,7 +221,6 @@ class ScriptLoop:
                     if another and self._position.position.step > 0:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
-                    self._draw_order()
                     self.steps.take_snapshot()
                     self._compare_evaluations()
                 break
@@ -237,19 +230,12 @@ class ScriptLoop:
                 self.rollback.require_here(error)
         if not self._position.iterating:
             self._position.begin_iteration()
-            self._draw_order()
         return self.rollback.continue_steps()
 
     @property
     def least(self) -> int:
         """The smallest number of samples of a rank's slice that isn't empty."""
         return self._small.least
-
-    def _draw_order(self) -> None:
-        """Let all ranks have the order of the epoch that begins, where a sampler draws it."""
-        order = self._position.order
-        if isinstance(order, DrawnOrder):
-            order.draws.draw(self._position.epoch, self._run.context.communicator)
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -322,7 +308,7 @@ class ScriptLoop:
                         return self.rollback.continue_steps()
         return None
 
-    def begin_evaluation(self, call: str) -> tuple[int, bool] | None:
+    def begin_evaluation(self, call: str) -> tuple[int | None, bool]:
         """Let an evaluation begin, during which the ranks may change.
 
         Args:
@@ -330,15 +316,15 @@ class ScriptLoop:
 
         Returns:
             the place of its end, and whether this rank begins with the others; it doesn't where
-            they have begun in an earlier generation. None: a peer is lost, and the loop goes back
-            to an earlier step, from which it comes here again.
+            they have begun in an earlier generation. Without a place, a peer is lost, and the loop
+            goes back to an earlier step, from which it comes here again.
 
         Raises:
             ConfigError: a step is active, or there is no model.
         """
         lost = self.rollback.error
         if lost is not None and not self.rollback.enter_here(lost):
-            return None
+            return None, True
         steps = self.require_between_steps(call)
         place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
@@ -349,7 +335,7 @@ class ScriptLoop:
                 return place + 1, True
             except CommError as error:
                 if not self.rollback.enter_here(error):
-                    return None
+                    return None, True
         return place + 1, False
 
     def together(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
@@ -376,7 +362,11 @@ class ScriptLoop:
                 if not rollback.enter_here(lost):
                     return own
                 if self._run.leads:
-                    print_message_for_scripts(f"{call} {_WITHOUT_LOST}")
+                    print_message_for_scripts(
+                        f"{call} is made by the remaining ranks: what only the lost rank had, such "
+                        "as its own sums, is missing in the result. Sums by world.meter() in "
+                        "world.evaluation() are complete."
+                    )
                 lost = None
             place = place or rollback.next_evaluation()
             if not rollback.reach(place):
@@ -510,8 +500,7 @@ class ScriptLoop:
 
     def require_between_steps(self, call: str) -> Steps:
         """Return the model's steps; raise ConfigError if one is active, or none can follow."""
-        self.require_replica(call)
-        assert self.steps is not None
+        steps = self.require_steps(call)
         if self._in_step:
             raise ConfigError(f"{call} was called inside a step: call it between steps.")
         if self._broken:
@@ -519,7 +508,7 @@ class ScriptLoop:
                 f"{call} was called after an error inside a step: close() the world and join "
                 "again; a run with a folder resumes from its last checkpoint."
             )
-        return self.steps
+        return steps
 
     def lose_between_steps(self, error: CommError) -> None:
         """Let what follows a step in the script go on after a loss, until the next batch.

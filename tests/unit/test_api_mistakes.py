@@ -102,7 +102,7 @@ def test_ranks_compare_their_versions_and_their_arguments_of_join(
         facts: dict[str, str],
         *,
         timeout: float,
-        waits: object,
+        activities: object,
     ) -> None:
         compared[subject] = facts
 
