@@ -694,7 +694,7 @@ class World:
         assert replica is not None
         self._tracked.begin()
         refuse_missing(self._pairs, self._start.state)
-        for note in self._start.given.sentences(self._start.state or {}):
+        for note in self._start.given.notes(self._start.state or {}):
             self._run.recorder.event("note", text=as_arguments(note))
             if self.rank == 0:
                 print_message_for_scripts(note)

@@ -50,7 +50,7 @@ class Start:
                 edited = self.given.edited(saved)
                 self.schedule.load_state_dict(edited["tracked"]["schedule"])
                 self.optimizer.load_state_dict(edited["optimizer"])
-        self.said = [str(text) for text in self.given.sentences(saved)]
+        self.said = [str(text) for text in self.given.notes(saved)]
 
     @property
     def group(self) -> dict[str, Any]:
