@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Meters:
-    """The meters of a world, and what they have added up.
+    """Meters of a world: their sums over a step, and over an evaluation.
 
     Args:
         device: the device of the steps' sums.
@@ -122,7 +122,7 @@ class Meters:
 
 
 class Meter:
-    """Sums over the steps of an epoch, or over an evaluation; `World.meter` makes it.
+    """Meter: sums over the steps of an epoch, or over an evaluation; `World.meter` makes it.
 
     Args:
         meters: the world's meters.

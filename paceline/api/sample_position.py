@@ -117,7 +117,7 @@ class SamplePosition:
         Collective where a sampler draws the order: all ranks then have that of the epoch.
 
         Raises:
-            ConfigError, CommError: as `Draws.draw`.
+            ConfigError, CommError: as `SamplerDraws.draw`.
         """
         self._trained = None
         self.begun = self.iterating = True

@@ -86,7 +86,7 @@ class ScriptLoop:
         self.loaders, self.begun = 0, False
         self.evaluated = 0
         self.meters = Meters(run.context.device)
-        self._said_apart = False  # that some ranks have evaluated alone
+        self._reported_apart = False  # that some ranks have evaluated alone
         self.models: Sequence[nn.Module] = ()
         self._small = SmallSlices(
             run,
@@ -233,9 +233,9 @@ class ScriptLoop:
         return self.rollback.continue_steps()
 
     @property
-    def least(self) -> int:
+    def min_slice(self) -> int:
         """The smallest number of samples of a rank's slice that isn't empty."""
-        return self._small.least
+        return self._small.min_slice
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -284,11 +284,11 @@ class ScriptLoop:
     def _compare_evaluations(self) -> None:
         """Say where some ranks have evaluated alone, each its own part; collective."""
         communicator = self._run.context.communicator
-        if self.rollback.entered or self._said_apart or communicator.world_size == 1:
+        if self.rollback.entered or self._reported_apart or communicator.world_size == 1:
             return  # after a loss ranks may differ in what they had begun
         counts = gather_counts(communicator, self.evaluated, "the ranks' numbers of evaluations")
         note = evaluated_apart(counts)
-        self._said_apart = bool(note)
+        self._reported_apart = bool(note)
         if note and communicator.rank == 0:
             print_message_for_scripts(note)
 
@@ -338,8 +338,8 @@ class ScriptLoop:
                     return None, True
         return place + 1, False
 
-    def together(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
-        """Make a call of all ranks between two steps, which outlives lost peers.
+    def call_on_all_ranks(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
+        """Make a call of all ranks between two steps, made again where a peer is lost in it.
 
         Args:
             call: the call.

@@ -68,7 +68,7 @@ class Session:
     link: MemberLink | None = None
     activities: PeerActivities = NO_PEERS
 
-    def leave_folder(self, error: BaseException | None) -> None:
+    def close_folder(self, error: BaseException | None) -> None:
         """Close the folder before the first step, for an error; a refused start leaves none."""
         if self.folder is not None and isinstance(error, ConfigError):
             self.folder.discard()

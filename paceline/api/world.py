@@ -49,7 +49,7 @@ from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
-from paceline.run.first_steps import FirstSteps
+from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import NextGeneration
@@ -254,7 +254,7 @@ class World:
             return torch.empty(0)
 
         with self._end.explained(call), self._run.context.activities.call(call):
-            self._loop.together(call, merge, torch.empty(0))
+            self._loop.call_on_all_ranks(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
@@ -294,7 +294,7 @@ class World:
 
         call = "world.total()"
         with self._end.explained(call), self._run.context.activities.call(call):
-            return self._loop.together(call, add_up, values)
+            return self._loop.call_on_all_ranks(call, add_up, values)
 
     def meter(self, *names: str) -> Meter:
         """Make a meter: sums over the steps of an epoch, or over an evaluation. All ranks call it.
@@ -558,7 +558,7 @@ class World:
         if run is None:
             return ""
         if error is not None and not self._loop.begun:  # nothing new to save, or to resume
-            self._session.leave_folder(error)
+            self._session.close_folder(error)
             return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
@@ -603,9 +603,9 @@ class World:
             measured=self._position.measured,
             report=self._report,
         )
-        first_steps = None
+        first_step_checks = None
         if self.world_size > 1:
-            first_steps = FirstSteps(
+            first_step_checks = FirstStepChecks(
                 self._run,
                 self._position.position,
                 list(dict.fromkeys(pair.model for pair in pairs)),
@@ -613,7 +613,7 @@ class World:
                 gpu=session.device.type == "cuda",
                 averaged=averaged,
             )
-            self._bound.callback(first_steps.close)
+            self._bound.callback(first_step_checks.close)
         steps = Steps(
             replica,
             self._run,
@@ -629,7 +629,7 @@ class World:
             next_generation=self._next_generation,
             durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
-            first_steps=first_steps,
+            first_step_checks=first_step_checks,
         )
         self._loop.use(steps)
 
@@ -700,8 +700,8 @@ class World:
                 print_message_for_scripts(note)
         if steps.speeds is not None and order is not None:
             steps.speeds.batch_size = order.batch_size
-        if steps.first_steps is not None:
-            steps.first_steps.divided = order is not None
+        if steps.first_step_checks is not None:
+            steps.first_step_checks.divided = order is not None
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
         steps.recovery.record_start(

@@ -32,7 +32,7 @@ _LONGEST = 64  # times the data set; a sampler that draws more is taken for an e
 _WHAT = "the sampler's order, which rank 0 draws"
 
 
-class Draws:
+class SamplerDraws:
     """Draws of a sampler, an epoch at a time: rank 0's, on all ranks.
 
     Args:
@@ -129,7 +129,7 @@ class DrawnOrder(Order):
 
     shuffle: bool = False
     source: int
-    draws: Draws = field(repr=False, compare=False)
+    draws: SamplerDraws = field(repr=False, compare=False)
 
     @property
     def records(self) -> int:

@@ -63,7 +63,7 @@ class StepSummary:
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
-        seen: what the ranks have seen in it, as `FirstSteps` arranges it; () after the first steps.
+        seen: the rows of `FirstStepChecks`, summed over the ranks; () after the first steps.
     """
 
     step: int
@@ -149,8 +149,7 @@ class StepSummaries:
             check_interval: the interval between replica checks that rank 0 asks for; 0 on others.
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
-            seen: what this rank has seen, and 0 in the places of the others; as many numbers on all
-                ranks.
+            seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
         """
         marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, code**2]

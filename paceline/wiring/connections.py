@@ -95,7 +95,7 @@ def open_run(
     def make_context(group: Group, limits: tuple[float, float]) -> GenerationContext:
         later = group.generation.token != token
         if later and link is not None:
-            link.meet(group)
+            link.await_members(group)
         place = link.store_of(group) if later and link is not None else store
         connecting = partial(connect, store=place, limits=limits, activities=activities)
         context = GenerationContext(

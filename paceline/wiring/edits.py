@@ -49,7 +49,7 @@ _LONGEST = 80  # characters of a value in a sentence
 
 
 @dataclass(kw_only=True, eq=False)
-class Given:
+class GivenHyperparameters:
     """Registry of the hyperparameters that this start is given, before any schedule changes them.
 
     Attributes:

@@ -205,14 +205,14 @@ class MemberLink:
         """What the members do in steps and between them."""
         return self._membership.activities
 
-    def meet(self, group: Group) -> None:
+    def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it; collective.
 
         Raises:
             CommError: a member didn't come, or the generation has ended before.
             IdleTimeout: a member works outside a step for too long.
         """
-        self._membership.meet(group)
+        self._membership.await_members(group)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation."""

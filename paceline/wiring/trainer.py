@@ -46,7 +46,7 @@ from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.decoding import Decoding
-from paceline.wiring.edits import GIVEN, Given, edited_flags
+from paceline.wiring.edits import GIVEN, GivenHyperparameters, edited_flags
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
@@ -297,7 +297,7 @@ def edits_of(config: TrainConfig, start: Start) -> list[str]:
 
 
 def make_writer(
-    config: TrainConfig, folder: Path, source: Source, given: Given
+    config: TrainConfig, folder: Path, source: Source, given: GivenHyperparameters
 ) -> CheckpointWriter:
     """Make what writes checkpoints, with the data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)

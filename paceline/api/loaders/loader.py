@@ -21,7 +21,7 @@ from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoade
 from paceline.api.world import World
 from paceline.comm.communicator import gather_bytes
 from paceline.data.batch_count import samples_in
-from paceline.data.drawn_order import DrawnOrder, Draws, WeightedSampler
+from paceline.data.drawn_order import DrawnOrder, SamplerDraws, WeightedSampler
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
@@ -246,7 +246,7 @@ def loader(
         shuffled = train if shuffle is None else shuffle
         if weights is not None:
             sampler = WeightedSampler(weights, size)
-        draws = None if sampler is None else Draws(sampler, size, chosen_seed)
+        draws = None if sampler is None else SamplerDraws(sampler, size, chosen_seed)
         facts = {
             "the data set's length": size,
             "batch_size": batch_size,
@@ -282,7 +282,7 @@ def loader(
             order,
             rank_and_size=world._run.rank_and_size,
             shares=loop.shares if train else lambda number: loop.present_shares(),
-            least=(lambda: loop.least) if train else lambda: 1,
+            min_slice=(lambda: loop.min_slice) if train else lambda: 1,
             num_workers=num_workers,
             collate=collate_fn,
             pin_memory=pin_memory,
@@ -320,7 +320,7 @@ def _check_sampler(
         )
 
 
-def _draw_first(draws: Draws, world: World, *, train: bool) -> int:
+def _draw_first(draws: SamplerDraws, world: World, *, train: bool) -> int:
     """Draw the epoch in which the run is, unless the checkpoint has it; return its length.
 
     Collective.

@@ -69,7 +69,7 @@ _PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
-_MEET_S = 0.005  # between two looks whether all have come to a generation
+_ENTRY_POLL_S = 0.005  # between two looks whether all have come to a generation
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -162,7 +162,7 @@ class Membership:
         """Let the loss of a member interrupt a generation's waits, at once where it is known."""
         self._waits.attach(generation, interrupt)
 
-    def meet(self, group: Group) -> None:
+    def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it.
 
         Raises:
@@ -190,7 +190,7 @@ class Membership:
                             timeout,
                         )
                     )
-                time.sleep(_MEET_S)
+                time.sleep(_ENTRY_POLL_S)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation; it serves until the generation ends."""

@@ -1,4 +1,4 @@
-"""What a loss is a mean over, where torch's own cross entropy leaves labels out or weighs classes.
+"""Denominator of a mean loss, where torch's cross entropy leaves labels out or weighs classes.
 
     loss ── … ── nll_loss, reduction "mean"      its total weight: labels that aren't ignored,
                                                  or the sum of the class weights of all labels
@@ -24,8 +24,8 @@ _MEAN = 1  # torch's number of the reduction
 _NODES = 64  # that are looked at, from the loss on
 
 
-class LossMean:
-    """What the losses of a run's steps are means over.
+class LossDenominator:
+    """Denominators of the losses of a run's steps: the total weight that each is a mean over.
 
     Attributes:
         backwards: the number of backward passes of this thread since the last step's end.
