@@ -15,11 +15,11 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.comm.communicator import Communicator
-from paceline.comm.peer_activities import NO_PEERS, PeerActivities
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.comm.window import Window
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import mostly_tables
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out

@@ -87,13 +87,18 @@ class WaitLimit:
         activities: what the peers do.
         operation: what is waited for.
         extends: whether time in which a peer works outside a step isn't counted.
+
+    Attributes:
+        seconds: as given.
+        operation: as given.
     """
 
     def __init__(
         self, seconds: float, activities: PeerActivities, operation: str, *, extends: bool = True
     ) -> None:
+        self.seconds = seconds
+        self.operation = operation
         self._activities = activities
-        self._operation = operation
         self._extends = extends
         self._looked_at = time.monotonic()
         self._ends_at = self._looked_at + seconds
@@ -121,8 +126,41 @@ class WaitLimit:
         if now >= min(self._looked_at + LOOK_S, self._ends_at):
             if self._waiting is None:
                 self._waiting = self._activities.begin_waiting()
-            longer = self._activities.look(self._operation, self._busy, now - self._looked_at)
+            longer = self._activities.look(self.operation, self._busy, now - self._looked_at)
             self._looked_at = now
             if self._extends:
                 self._ends_at += longer
         return now >= self._ends_at
+
+
+class Timeout:
+    """Timeout of each wait for a peer: one value in the first step, and another in later steps.
+
+    That of the first step isn't extended, because it covers what ranks do outside steps as well. A
+    later generation has one value for all steps.
+
+    Args:
+        first: seconds in the first step.
+        later: seconds in later steps.
+        activities: what the peers do; they may extend a wait.
+
+    Attributes:
+        seconds: the present timeout, in seconds.
+        later: seconds in later steps.
+    """
+
+    def __init__(self, first: float, later: float, activities: PeerActivities = NO_PEERS) -> None:
+        self.seconds = first
+        self.later = later
+        self._activities = activities
+        self._extends = first == later
+
+    def end_startup(self) -> None:
+        """Use the timeout of later steps from now on: all ranks have exchanged a step."""
+        self.seconds = self.later
+        self._extends = True
+
+    def limit(self, operation: str, seconds: float | None = None) -> WaitLimit:
+        """Return the limit of a wait that begins: `seconds`, or the present timeout."""
+        limit = self.seconds if seconds is None else seconds
+        return WaitLimit(limit, self._activities, operation, extends=self._extends)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.peer_activities import Timeout
 from paceline.errors import CommTimeout, Message
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.put_engine.gradient_views import check_unwritten
 from paceline.reduce.side_stream import SideStream
 

@@ -38,10 +38,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.buckets import BucketMemory, allocate
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.side_stream import SideStream
 
@@ -192,7 +193,8 @@ class MachineSums:
         """Wait until a bucket's version is summed, as long as the thread makes progress."""
         while bucket.summed < version and self._error is None:
             progress = partial(self._has_progress, self._progress)
-            with self._timeout.limit(bucket.operation, grace=_GRACE_S) as limit:
+            seconds = self._timeout.seconds + _GRACE_S
+            with self._timeout.limit(bucket.operation, seconds) as limit:
                 while not progress():
                     if limit.look():
                         cause = "its device hangs"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.errors import CommTimeout
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
@@ -105,8 +105,7 @@ class StepSummaries:
     ) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
-        self._limit, self._later_limit = limits
-        self._activities = activities
+        self._timeout = Timeout(*limits, activities)
         self._pending: deque[_Pending] = deque()
         self._reports: SimpleQueue[_Pending | None] | None = None
         if device.type != "cpu" and not self.alone:
@@ -201,7 +200,7 @@ class StepSummaries:
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
-        self._limit = self._later_limit
+        self._timeout.end_startup()
         self.communicator.end_startup()
 
     def close(self) -> None:
@@ -221,8 +220,8 @@ class StepSummaries:
             return self._own(pending)
         if pending.future is None:
             return pending.received()
-        # for the device, then for the peers
-        with WaitLimit(2 * self._limit, self._activities, pending.operation) as limit:
+        seconds = 2 * self._timeout.seconds  # for the device, then for the peers
+        with self._timeout.limit(pending.operation, seconds) as limit:
             while True:
                 try:
                     return pending.future.result(limit.slice())
@@ -235,8 +234,8 @@ class StepSummaries:
 
     def _own(self, pending: _Pending) -> list[float]:
         """Return this rank's values and marks, once the device has computed them."""
-        values = pending.copy.values(self._limit, pending.operation, self._activities)
-        return [*values, *pending.marks]
+        limit = self._timeout.limit(pending.operation)
+        return [*pending.copy.values(limit), *pending.marks]
 
     def _send_reports(self) -> None:
         """Send the reports of a GPU's steps, in their order; the summaries' thread."""

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
