@@ -239,7 +239,8 @@ def _restore(pair: Pair, world: World) -> None:
     saved_objects[optimizer] = pair.optimizer
     world._start.given.add_optimizer(optimizer, pair.optimizer)
     world._start.restore(saved_objects)
-    schedules = world._tracked.objects.items()  # of this optimizer: its rate may be edited
+    # Schedules that were tracked before their optimizer was known: its rate may be edited.
+    schedules = world._tracked.objects.items()
     world._tracked.restore(
         {name: one for name, one in schedules if getattr(one, "optimizer", None) is pair.optimizer}
     )

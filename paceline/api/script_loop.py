@@ -282,7 +282,7 @@ class ScriptLoop:
             return self._end_steps(self.steps)
 
     def _compare_evaluations(self) -> None:
-        """Say where some ranks have evaluated alone, each its own part; collective."""
+        """Report that some ranks have evaluated alone, each its own part; collective."""
         communicator = self._run.context.communicator
         if self.rollback.entered or self._reported_apart or communicator.world_size == 1:
             return  # after a loss ranks may differ in what they had begun

@@ -92,6 +92,7 @@ class FirstStepChecks:
         if size == 1 or batch.number >= self._first + STEPS:
             self.close()
             return []
+        # A script that gives samples= and has several losses a step may have weighted them itself.
         trusted = batch.basis == "weight" or (batch.basis and self._denominator.backwards > 1)
         known = self._compares_denominators and not trusted and batch.weight > 0
         self._weights.append((batch.number, batch.weight if known else None))
@@ -106,7 +107,7 @@ class FirstStepChecks:
         for index, inputs in enumerate(self._inputs):
             checksum, values = inputs.take(number)
             row[size * (1 + index) + batch.rank] = float(checksum)
-            self._values[index] += min(values, _VALUES // _ALIKE)
+            self._values[index] += min(values, _VALUES // _ALIKE)  # one large step isn't enough
         return row
 
     def receive(self, summary: StepSummary) -> None:

@@ -26,7 +26,7 @@ from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.update.batch_norm import SyncBatchNorm
 
-# A class with a forward of its own may do with one value.
+# A class with another forward may accept one value, so it isn't checked.
 _FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 

@@ -232,8 +232,8 @@ class Steps:
             with span("boundary"):
                 self._boundary(number)
             word = self._seed_torch(_IN_STEP, number)
-            # What a script draws before a step, and the step itself, share these streams: they take
-            # longer to seed than torch's.
+            # Python's and numpy's streams continue where `seed` has seeded them before the step:
+            # unlike torch's, they take long to seed.
             if self._seeded != number:
                 _seed_python(word)
             self._seeded = None
@@ -319,10 +319,9 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        activities, number = self.run.context.activities, batch.number
         with (
-            activities.step(number),
-            self._replica.step(number, batch.weight, batch.global_count),
+            self.run.context.activities.step(batch.number),
+            self._replica.step(batch.number, batch.weight, batch.global_count),
         ):
             yield None
         self._continued ^= self._replica.stepped << STEPPED_BITS

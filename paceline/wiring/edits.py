@@ -220,9 +220,9 @@ class GivenHyperparameters:
             known: list[Mapping[str, Any]] = saved["optimizers"].get(entry, {}).get("groups", [])
             return known
         # Other optimizers change values in their groups, as do schedules that cycle momentum.
-        kept = type(self._optimizers[entry]).__module__.startswith("torch.optim.")
+        plain = type(self._optimizers[entry]).__module__.startswith("torch.optim.")
         groups: list[Mapping[str, Any]] = [
-            _given_options(group) if kept and "max_momentum" not in group else {}
+            _given_options(group) if plain and "max_momentum" not in group else {}
             for group in state["param_groups"]
         ]
         return groups
@@ -404,7 +404,7 @@ def _schedules(schedule: Any) -> Iterator[Any]:
 
 
 def _follows_edits(tracked: Any) -> bool:
-    """Return whether an object's class is known, so that its state can be told from its options."""
+    """Return whether an object's class is known, so that its options can be found in its state."""
     return isinstance(tracked, LRScheduler | GradScaler)
 
 

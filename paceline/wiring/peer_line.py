@@ -45,14 +45,7 @@ class _PeerLine:
             handler=self,
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
-        self.activities = Activities(
-            self.line,
-            group.generation,
-            group.member.id,
-            idle_timeout=options.idle_timeout,
-            peer_timeout=options.peer_timeout,
-            report=report,
-        )
+        self.activities = Activities(self.line, group.generation, group.member.id, options, report)
 
     def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
         """Handle a frame."""

@@ -285,7 +285,7 @@ def _snapshots_of(
 
 
 def edits_of(config: TrainConfig, start: Start) -> list[str]:
-    """Say which flags of the optimisation differ from those of the checkpoint, and replace them."""
+    """Return notes on flags of the optimisation that replace those of the checkpoint."""
     if start.state is None:
         return []
     flags = {k: v for k, v in asdict(config.optim).items() if k not in _NO_HYPERPARAMETERS}

@@ -20,6 +20,7 @@ from paceline.cluster.membership.control_line.activities import (
     Activity,
 )
 from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
 from paceline.comm.peer_activities import LOOK_S, NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import ConfigError, IdleTimeout, Message
@@ -47,9 +48,8 @@ class Rank:
             self.line,
             generation,
             member.id,
-            idle_timeout=IDLE,
-            peer_timeout=10.0,
-            report=self.print,
+            EvidenceOptions(peer_timeout=10.0, timeout=60.0, idle_timeout=IDLE),
+            self.print,
         )
 
     def print(self, message: Message) -> None:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from random import SystemRandom
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.activities import Activities
@@ -123,14 +123,7 @@ class Membership:
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
         self._acceptors.connect(self.line)
-        self.activities = Activities(
-            self.line,
-            generation,
-            member.id,
-            idle_timeout=options.idle_timeout,
-            peer_timeout=options.peer_timeout,
-            report=report,
-        )
+        self.activities = Activities(self.line, generation, member.id, options, report)
 
     @property
     def id(self) -> str:
@@ -449,7 +442,7 @@ class Membership:
         own = first == self._member.id
         if self._watch.suspicions:
             delay = 0.0
-        self._vote.propose_in(delay if own else delay + _TURN_S * SystemRandom().uniform(1, 2))
+        self._vote.propose_in(delay if own else delay + _TURN_S * jitter(1, 2))
 
     def _end(self, peer: str, body: dict[str, Any]) -> None:
         """Take part in the run's end, and pass the request on to this machine's supervisor.

@@ -24,6 +24,7 @@ from typing import Any
 
 from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY
 from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
 from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import ConfigError, IdleTimeout, Message
@@ -32,8 +33,8 @@ WORKING, STEP, WAITING, ENDED = range(4)
 """States that beats carry: outside a step; in a step; waiting outside a step; out of the world."""
 
 _TICK_S = 1.0
-_REPEAT_S = 5.0  # between frames that say the same: a connection may be new
-_QUIET_S = 10.0  # of a wait for a peer that works outside a step, before a line says so
+_REPEAT_S = 5.0  # between equal frames: a connection may be new
+_QUIET_S = 10.0  # of a wait for a peer that works outside a step, before it is reported
 _PACKAGE = str(Path(__file__).parents[3]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
@@ -79,8 +80,7 @@ class Activities(PeerActivities):
         line: the control line; frames of the kind ACTIVITY are to be given to `received`.
         generation: the first generation.
         member: this member's id.
-        idle_timeout: seconds for which a member may work outside a step while another waits.
-        peer_timeout: seconds without a beat after which a member isn't known to work.
+        options: limits of silence.
         report: prints a line.
     """
 
@@ -89,16 +89,14 @@ class Activities(PeerActivities):
         line: ControlLine,
         generation: Generation,
         member: str,
-        *,
-        idle_timeout: float,
-        peer_timeout: float,
+        options: EvidenceOptions,
         report: Callable[[Message], object],
     ) -> None:
-        self.longest = idle_timeout
+        self.longest = options.idle_timeout
         self._line = line
         self._member = member
         self._report = report
-        self._peer_timeout = peer_timeout
+        self._peer_timeout = options.peer_timeout
         self._trainer = threading.get_ident()
         self._lock = threading.Lock()  # guards `_others` and `_reported`
         self._others: dict[str, Activity] = {}
@@ -121,7 +119,7 @@ class Activities(PeerActivities):
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Report that this rank is in a step for as long as the block lasts."""
-        self._calls = max(self._calls, 0)  # a generation's ranks begin with the same step
+        self._calls = max(self._calls, 0)  # compared again: all ranks are at the same step
         self._steps = number
         self._set(STEP)
         try:
@@ -150,7 +148,10 @@ class Activities(PeerActivities):
             self._changes += 1
 
     def enter(self, generation: Generation) -> None:
-        """Report that this member has come to enter a later generation."""
+        """Report that this member has come to enter a later generation.
+
+        Calls aren't compared until the next step: ranks enter it at different ones.
+        """
         self._calls = -1
         self._generation = generation
         self._set(WORKING)
@@ -179,7 +180,7 @@ class Activities(PeerActivities):
             self._others[peer] = Activity(**body)
 
     def working(self) -> set[str]:
-        """Return the connected peers whose beats say that they work outside a step."""
+        """Return the connected peers whose beats carry that they work outside a step."""
         return {peer for peer in self._line.connected() if self._line.carried(peer) == WORKING}
 
     def _tick(self) -> None:
@@ -266,7 +267,7 @@ class Activities(PeerActivities):
 
     def _instead(self, other: Activity) -> str:
         """Return what another member does instead of this member's call; "" if it may come."""
-        if other.state == ENDED and other.calls <= self._calls:  # its last call was the end
+        if other.state == ENDED and other.calls <= self._calls:  # `close` was its last call
             return "has closed its world"
         if other.state == STEP and other.calls < self._calls and other.steps >= self._steps:
             return f"is in step {other.steps:,}"
@@ -275,7 +276,7 @@ class Activities(PeerActivities):
         return ""
 
     def _report_busy(self, operation: str, busy: Mapping[str, float]) -> None:
-        """Print once who works outside a step for long, on the first rank that waits for it."""
+        """Print once that ranks work outside a step for long, on the first one that waits."""
         working = self.working()
         ids = [member.id for member in self._generation.members]
         first = next((each for each in ids if each not in working), "")

@@ -1,6 +1,6 @@
 """Loop of the beat thread: sends one byte per interval on each connection, and notes arrivals.
 
-The byte says what the process does (`activities.py`): a thread that holds the lock doesn't hide it.
+The byte is the state of the process (`activities.py`), also while a thread holds the lock.
 
 It is written in the subset of Python that numba compiles, so that it runs without ever taking the
 interpreter's lock: a thread that holds the lock doesn't silence the process. Without numba the same
