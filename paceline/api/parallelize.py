@@ -151,14 +151,7 @@ def parallelize(
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
-        synchronised = batch_norms(whole, every=sync_bn)
-        if average is not None and (sync_bn or synchronised):
-            given = "sync_bn was given" if sync_bn else f"{synchronised[0]} is a SyncBatchNorm"
-            remedy = "leave it out" if sync_bn else "make it a BatchNorm"
-            raise ConfigError(
-                f'{given} with sync="average", where workers exchange nothing within a step: '
-                f"{remedy}. Running statistics are averaged with the weights."
-            )
+        synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             if run.context.layers is None:
                 run.connect(GenerationContext.connect_layers)

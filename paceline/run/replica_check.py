@@ -211,7 +211,7 @@ def replicas_differ(
         f"the replicas differ after {many(step, 'step')}: {difference(of_ranks)}{since}. Usual "
         "causes: code that changes or loads the model, the optimizer or a learning rate on some "
         "ranks only, or from one rank's own loss; a buffer that is computed from one rank's "
-        'samples (paceline.parallelize(buffers="local") compares none); faulty memory.'
+        'samples (a script\'s paceline.parallelize(buffers="local") compares none); faulty memory.'
     )
 
 
