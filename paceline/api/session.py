@@ -20,7 +20,7 @@ from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.run import OutputConfig
-from paceline.errors import CommError, ConfigError, many
+from paceline.errors import CommError, many
 from paceline.run.run import Run
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
@@ -67,13 +67,6 @@ class Session:
     folder: RunFolder | None = None
     link: MemberLink | None = None
     activities: PeerActivities = NO_PEERS
-
-    def close_folder(self, error: BaseException | None) -> None:
-        """Close the folder before the first step, for an error; a refused start leaves none."""
-        if self.folder is not None and isinstance(error, ConfigError):
-            self.folder.discard()
-        elif self.folder is not None:
-            self.folder.close()
 
     @property
     def identity(self) -> dict[str, object]:

@@ -558,7 +558,8 @@ class World:
         if run is None:
             return ""
         if error is not None and not self._loop.begun:  # nothing new to save, or to resume
-            self._session.close_folder(error)
+            if self._session.folder is not None and isinstance(error, ConfigError):
+                self._session.folder.discard()
             return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
