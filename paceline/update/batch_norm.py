@@ -50,6 +50,7 @@ class RunningStatistics:
     """Running statistics of a model as one flat tensor, excluding those of `SyncBatchNorm` layers.
 
     Attributes:
+        buffers: the model's, in their order in `flat`.
         flat: (values,) in the widest of their dtypes; None if the model has none.
     """
 
@@ -62,21 +63,16 @@ class RunningStatistics:
             if buffer is not None
         ]
         self._modules = [module for module, _ in owned]
-        self._buffers = [buffer for _, buffer in owned]
+        self.buffers = [buffer for _, buffer in owned]
         self._moving: Sequence[bool] = ()  # of each buffer: its module trained when it was packed
         self.flat: Tensor | None = None
-        if self._buffers:
-            self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The model's buffers, in their order in `flat`."""
-        return self._buffers
+        if self.buffers:
+            self.flat = torch.cat([buffer.detach().flatten() for buffer in self.buffers])
 
     def pack(self) -> None:
         """Copy the statistics of this rank."""
         if self.flat is not None:
-            torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
+            torch.cat([buffer.flatten() for buffer in self.buffers], out=self.flat)
             self._moving = [module.training for module in self._modules]
 
     @torch.no_grad()
@@ -84,16 +80,16 @@ class RunningStatistics:
         """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
         means = self._split(mean)
         if any(self._moving):
-            buffers = list(compress(self._buffers, self._moving))
+            buffers = list(compress(self.buffers, self._moving))
             torch._foreach_copy_(buffers, list(compress(means, self._moving)))
 
     @torch.no_grad()
     def replace(self, values: Tensor) -> None:
         """Copy values, (values,), into the model, those of frozen modules too."""
-        torch._foreach_copy_(self._buffers, self._split(values))
+        torch._foreach_copy_(self.buffers, self._split(values))
 
     def _split(self, values: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(values, [buffer.numel() for buffer in self._buffers])
+        return torch.split(values, [buffer.numel() for buffer in self.buffers])
 
 
 class BatchShare:
