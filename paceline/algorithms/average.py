@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket
+from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket, ranges_of
 from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.errors import CommError, ServerLost
 from paceline.recorder import Recorder
@@ -195,7 +195,7 @@ class WeightAverage:
         for fragment in self._fragments:
             self._receive(fragment)
         for index, bucket in self._of_model.items():
-            ranges = bucket.values.ranges(written)
+            ranges = ranges_of(bucket.values, written)
             if ranges:
                 bucket.rebase(ranges)
                 self._forget(index, ranges)

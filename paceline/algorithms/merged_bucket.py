@@ -28,10 +28,12 @@ class Values(Protocol):
     """Protocol of values of the model that are merged together, as one flat tensor.
 
     Attributes:
+        tensors: the model's.
         names: of the tensors.
         lengths: of the tensors, in values.
     """
 
+    tensors: Sequence[Tensor]
     names: tuple[str, ...]
     lengths: tuple[int, ...]
 
@@ -44,42 +46,36 @@ class Values(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Return numbers that change when the values are written."""
 
-    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
-        """Return where some of the model's tensors lie in the flat form, as (start, stop)."""
-
 
 class ParameterValues:
     """Values of the parameters of one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._parameters, self.names = bucket.parameters, bucket.names
+        self.tensors: Sequence[Tensor] = bucket.parameters
+        self.names = bucket.names
         self.lengths = tuple(p.numel() for p in bucket.parameters)
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
         """Copy the parameters to `flat`."""
-        torch._foreach_copy_(self._views(flat), list(self._parameters))
+        torch._foreach_copy_(self._views(flat), list(self.tensors))
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Copy `flat` into the parameters."""
-        torch._foreach_copy_(list(self._parameters), self._views(flat))
+        torch._foreach_copy_(list(self.tensors), self._views(flat))
 
     @torch.no_grad()
     def add(self, flat: Tensor) -> None:
         """Add `flat` to the parameters."""
-        torch._foreach_add_(list(self._parameters), self._views(flat))
+        torch._foreach_add_(list(self.tensors), self._views(flat))
 
     def versions(self) -> tuple[int, ...]:
         """Return autograd's version counters."""
-        return tuple(p._version for p in self._parameters)
-
-    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
-        """Return where some parameters lie in the flat form, as (start, stop)."""
-        return _ranges(self._parameters, tensors)
+        return tuple(p._version for p in self.tensors)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = zip(self._parameters, flat.split(self.lengths), strict=True)
+        parts = zip(self.tensors, flat.split(self.lengths), strict=True)
         return [like(p, part) for p, part in parts]
 
 
@@ -89,6 +85,7 @@ class StatisticsValues:
     def __init__(self, statistics: RunningStatistics) -> None:
         assert statistics.flat is not None
         self._statistics = statistics
+        self.tensors: Sequence[Tensor] = statistics.buffers
         self.names: tuple[str, ...] = (STATISTICS,)
         self.lengths: tuple[int, ...] = (statistics.flat.numel(),)
 
@@ -106,15 +103,12 @@ class StatisticsValues:
         """Return nothing: each forward writes them, in evaluation too if a script wants it."""
         return ()
 
-    def ranges(self, tensors: Collection[Tensor]) -> list[tuple[int, int]]:
-        """Return where some statistics lie in the flat form, as (start, stop)."""
-        return _ranges(self._statistics.buffers, tensors)
 
-
-def _ranges(present: Sequence[Tensor], tensors: Collection[Tensor]) -> list[tuple[int, int]]:
-    ends = [*accumulate((tensor.numel() for tensor in present), initial=0)]
-    each = zip(present, pairwise(ends), strict=True)
-    return [ends_of for tensor, ends_of in each if tensor in tensors]
+def ranges_of(values: Values, written: Collection[Tensor]) -> list[tuple[int, int]]:
+    """Return where tensors that were written lie in the flat form, as (start, stop)."""
+    ends = accumulate((tensor.numel() for tensor in values.tensors), initial=0)
+    each = zip(values.tensors, pairwise(ends), strict=True)
+    return [ends_of for tensor, ends_of in each if tensor in written]
 
 
 class MergedBucket:

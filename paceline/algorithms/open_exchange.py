@@ -15,11 +15,11 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.comm.communicator import Communicator
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.comm.window import Window
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import mostly_tables
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
@@ -38,7 +38,7 @@ class PutOptions:
             memory.
         topology: the groups of ranks; gradients are first summed inside each group.
         limits: seconds to wait for a peer: one value for the first step, and one for later steps.
-        waits: what the peers do; they may extend a wait.
+        activities: what the peers do; they may extend a wait.
         end_startup: called once, after the first step.
         codec: encodes float32 gradients that are sent between groups; None: they are unencoded.
         return_codec: encodes the sums that return, where there is a codec; None: the same does.
@@ -59,7 +59,7 @@ class PutOptions:
     open_window: OpenWindow
     topology: Topology
     limits: tuple[float, float]
-    waits: PeerWaits = NO_PEERS
+    activities: PeerActivities = NO_PEERS
     end_startup: Callable[[], None] = lambda: None
     codec: Codec | None = None
     return_codec: Codec | None = None
@@ -115,7 +115,7 @@ def open_exchange(
     layout = lay_out(specs, put_topology)
     options.announce(layout)
     window = options.open_window(layout.size, layout.notifications)
-    timeout = Timeout(*options.limits, options.waits)
+    timeout = Timeout(*options.limits, options.activities)
     options.recorder.event("notifications", texts=layout.notification_names)
     put_exchanges: list[PutExchange] = []  # this rank's, if it exchanges by its window
 

@@ -21,15 +21,8 @@ _ARGUMENTS = {
         name: name
         for name in (
             *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints", "seed"),
-            *(
-                "first_iter_timeout",
-                "timeout",
-                "idle_timeout",
-                "bucket_mb",
-                "sync",
-                "wire",
-                "update",
-            ),
+            *("first_iter_timeout", "timeout", "idle_timeout"),
+            *("bucket_mb", "sync", "sync_bn", "wire", "update"),
             *("transport", "connections", "trace_steps", "snapshots", "snapshot_memory_mb"),
             *("tracker", "shares"),
         )

@@ -89,7 +89,7 @@ def join(
             run; anything else is the path of another run's checkpoint to start from.
         reset_optimizer: begin the optimizers' state anew where a checkpoint is resumed from, as is
             needed for an optimizer of another class; weights, epoch and schedules continue. A run
-            does so once, though each of its starts has this argument.
+            does so once, even if each of its starts has this argument.
         checkpoint_steps: save every so many steps; 0: only by time and at each epoch's end.
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0: never.
         keep_checkpoints: the number of checkpoints to retain, the newest ones.
@@ -208,14 +208,14 @@ def _open_world(session: Session) -> World:
     if folder is not None and group.local_rank == 0:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
-        session.resources.push(partial(_leave_folder, session))
+        session.resources.push(folder)
         remove_records_of_machine(folder.path, group.machine)
     given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
     given |= {"default_group": "True"} if session.default_group else {}
     session.require_equal("arguments of join()", {**session.identity, **given})
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)
-        session.resources.push(partial(_leave_folder, session))
+        session.resources.push(folder)
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
@@ -255,10 +255,6 @@ def _open_world(session: Session) -> World:
         presence = RunPresence.of_member(path, group.member, report=report)
         session.resources.callback(presence.close)
     return world
-
-
-def _leave_folder(session: Session, kind: object, error: BaseException | None, _: object) -> None:
-    session.leave_folder(error)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

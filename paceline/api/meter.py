@@ -10,10 +10,11 @@ So a lost rank's values are known to the others, or its samples are trained or e
 
 from __future__ import annotations
 
-import io
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -24,64 +25,54 @@ from paceline.run.steps import Steps
 if TYPE_CHECKING:
     from paceline.api.script_loop import ScriptLoop
 
-Sums = dict[int, dict[str, float]]
-"""Sums by the number of their meter, and by name."""
-
 
 class Meters:
-    """The meters of a world, and what they have added up.
+    """Meters of a world: their sums over a step, and over an evaluation.
 
     Args:
         device: the device of the steps' sums.
 
     Attributes:
         count: the number of meters.
-        names: the names of each meter's sums, of those that steps may sum.
-        evaluation: the sums of the last evaluation: this rank's, until they are merged.
+        names: the names of the sums of a step, those of each meter together.
+        evaluation: the sums of the last evaluation, by the number of their meter and by name: this
+            rank's, until they are merged.
         evaluating: whether an evaluation is in progress.
         merged: whether `evaluation` is of all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.names: list[tuple[str, ...]] = []
+        self.names: list[str] = []
         self._fixed = False  # a step has begun: the sums of the steps are these
         self.count = 0
         self._own: list[float] = []  # this rank's values of the step, that the host knows
         self._on_device: Tensor | None = None  # and those that the device computes
-        self.evaluation: Sums = {}
+        self.evaluation: dict[tuple[int, str], float] = {}
         self.evaluating = False
         self.merged = True
 
-    def add(self, names: Sequence[str]) -> int:
-        """Number a meter; after the first step it is for evaluations only."""
-        if not self._fixed:
-            self.names.append(tuple(names))
+    def add(self, names: Sequence[str]) -> int | None:
+        """Count a meter; return the index of its first sum among those of a step.
+
+        After the first step it is for evaluations only, and has no such index.
+        """
         self.count += 1
-        return self.count - 1
-
-    @property
-    def of_steps(self) -> list[str]:
-        """The names of all sums of a step."""
-        return [name for names in self.names for name in names]
-
-    def slot(self, meter: int, name: str) -> int | None:
-        """Return the index of a sum among those of a step; None for a meter of evaluations."""
-        if meter >= len(self.names):
+        if self._fixed:
             return None
-        before = sum(len(names) for names in self.names[:meter])
-        return before + self.names[meter].index(name)
+        self.names += names
+        return len(self.names) - len(names)
 
     def begin(self, steps: Steps) -> None:
         """Let each step sum these meters, from the first one on."""
         if not self._fixed:
             self._fixed = True
-            steps.sum_values(len(self.of_steps))
+            steps.sum_values(len(self.names))
             self.clear()
 
     def clear(self) -> None:
         """Forget what was added for a step that isn't made."""
-        self._own = [0.0] * len(self.of_steps)
+        self._own = [0.0] * len(self.names)
         self._on_device = None
 
     def add_to_step(self, slot: int, value: float | Tensor) -> None:
@@ -105,7 +96,7 @@ class Meters:
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Add values up for an evaluation that begins, as long as the block lasts."""
-        self.evaluation = {}
+        self.evaluation = defaultdict(float)
         self.merged = False
         self.evaluating = True
         try:
@@ -114,10 +105,8 @@ class Meters:
             self.evaluating = False
 
     def pack(self) -> bytes:
-        """Return this rank's sums of the evaluation for `unpack`."""
-        data = io.BytesIO()
-        torch.save(self.evaluation, data)
-        return data.getvalue()
+        """Return this rank's sums of the evaluation for `merge`."""
+        return json.dumps([*self.evaluation.items()]).encode()
 
     def merge(self, parts: Sequence[bytes]) -> None:
         """Replace the evaluation's sums by those over all ranks.
@@ -125,18 +114,15 @@ class Meters:
         Args:
             parts: each rank's `pack`, in rank order.
         """
-        total: Sums = {}
+        self.evaluation = defaultdict(float)
         for part in parts:
-            for meter, values in torch.load(io.BytesIO(part), weights_only=True).items():
-                of_meter = total.setdefault(meter, {})
-                for name, value in values.items():
-                    of_meter[name] = of_meter.get(name, 0.0) + value
-        self.evaluation = total
+            for (meter, name), value in json.loads(part):
+                self.evaluation[meter, name] += value
         self.merged = True
 
 
 class Meter:
-    """Sums over the steps of an epoch, or over an evaluation; `World.meter` makes it.
+    """Meter: sums over the steps of an epoch, or over an evaluation; `World.meter` makes it.
 
     Args:
         meters: the world's meters.
@@ -148,7 +134,8 @@ class Meter:
         self._meters = meters
         self._loop = loop
         self._names = names
-        self._number = meters.add(names)
+        self._number = meters.count
+        self._first_slot = meters.add(names)
         self._of_evaluation: bool | None = None  # what it adds up; None: nothing yet
 
     def add(self, **values: float | Tensor) -> None:
@@ -172,10 +159,15 @@ class Meter:
                     f"meter.add() got {name}=, but the meter has the sums "
                     f"{', '.join(self._names)}: name it in world.meter()."
                 )
-            if isinstance(value, Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor):
+                unfit = "" if value.numel() == 1 else f"of shape {tuple(value.shape)}"
+            else:
+                unfit = (
+                    "" if isinstance(value, SupportsFloat) else f"of type {type(value).__name__}"
+                )
+            if unfit:
                 raise ConfigError(
-                    f"meter.add() got {name}= of shape {tuple(value.shape)}: pass a number, or a "
-                    "tensor of one element."
+                    f"meter.add() got {name}= {unfit}: pass a number, or a tensor of one element."
                 )
         loop = self._loop
         evaluating = self._meters.evaluating and not loop.in_step
@@ -199,8 +191,7 @@ class Meter:
         self._of_evaluation = evaluating
         for name, value in values.items():
             if evaluating:
-                own = self._meters.evaluation.setdefault(self._number, {})
-                own[name] = own.get(name, 0.0) + float(value)
+                self._meters.evaluation[self._number, name] += float(value)
             else:
                 self._meters.add_to_step(self._slot(name), value)
 
@@ -217,14 +208,14 @@ class Meter:
         loop = self._loop
         if loop.in_step:
             raise ConfigError("meter.sums() was called inside a step: call it after the loop.")
-        if self._number >= len(self._meters.names) or self._of_evaluation or self._evaluated:
+        if self._first_slot is None or self._of_evaluation or self._evaluated:
             if not self._meters.merged:
                 raise ConfigError(
                     "meter.sums() was called before the end of the loop over world.evaluation(): "
                     "iterate to its end on all ranks."
                 )
-            own = self._meters.evaluation.get(self._number, {})
-            return {name: own.get(name, 0.0) for name in self._names}
+            own = self._meters.evaluation
+            return {name: own.get((self._number, name), 0.0) for name in self._names}
         steps = loop.require_steps("meter.sums()")
         try:
             steps.receive_sums()
@@ -236,13 +227,14 @@ class Meter:
     @property
     def _evaluated(self) -> bool:
         """Whether another rank has added values to this meter in the last evaluation."""
-        return self._of_evaluation is None and self._number in self._meters.evaluation
+        added = any(number == self._number for number, _ in self._meters.evaluation)
+        return self._of_evaluation is None and added
 
     def _slot(self, name: str) -> int:
-        slot = self._meters.slot(self._number, name)
-        if slot is None:
+        """Return the index of a sum among those of a step."""
+        if self._first_slot is None:
             raise ConfigError(
-                "meter.add() was called in a step, but the meter was made after the first one: "
+                "meter.add() was called in a step, but the meter was made after the first step: "
                 "call world.meter() before the first step, on all ranks."
             )
-        return slot
+        return self._first_slot + self._names.index(name)

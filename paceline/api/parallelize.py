@@ -111,8 +111,8 @@ def parallelize(
             match the checkpoint.
         CommError: a peer is lost or silent.
     """
-    waits = world._run.context.waits
-    with errors_name_arguments(), waits.call("paceline.parallelize()"):
+    activities = world._run.context.activities
+    with errors_name_arguments(), activities.call("paceline.parallelize()"):
         session = world._session
         run, context = world._run, world._run.context
         world._end.require_open("paceline.parallelize()")
@@ -151,14 +151,7 @@ def parallelize(
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
-        synchronised = batch_norms(whole, every=sync_bn)
-        if average is not None and (sync_bn or synchronised):
-            given = "sync_bn was given" if sync_bn else f"{synchronised[0]} is a SyncBatchNorm"
-            raise ConfigError(
-                f'{given} with sync="average", where workers compute apart: '
-                f"{'leave it out' if sync_bn else 'make it a BatchNorm'}; running statistics are "
-                "averaged with the weights."
-            )
+        synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             if run.context.layers is None:
                 run.connect(GenerationContext.connect_layers)
@@ -239,7 +232,8 @@ def _restore(pair: Pair, world: World) -> None:
     saved_objects[optimizer] = pair.optimizer
     world._start.given.add_optimizer(optimizer, pair.optimizer)
     world._start.restore(saved_objects)
-    schedules = world._tracked.objects.items()  # of this optimizer: its rate may be edited
+    # Schedules that were tracked before their optimizer was known: its rate may be edited.
+    schedules = world._tracked.objects.items()
     world._tracked.restore(
         {name: one for name, one in schedules if getattr(one, "optimizer", None) is pair.optimizer}
     )

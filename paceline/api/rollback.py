@@ -78,7 +78,7 @@ class Rollback:
         error: reports the lost peer, until the loader goes back to a snapshot; None: none is lost.
         moved: whether the ranks have changed since the loader's last batch, without a return.
         entered: whether this rank has entered a later generation.
-        outcome: of the last call by `keep`.
+        outcome: of this rank's last call that all ranks make.
     """
 
     def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
@@ -96,12 +96,6 @@ class Rollback:
         """Whether the loop continues where a peer is lost; the same on all ranks."""
         known = self.steps is not None and self._position.order is not None
         return known and self.steps is not None and self.steps.recovery.survives
-
-    @property
-    def here(self) -> bool:
-        """Whether the present state is that of a snapshot: no step was made, or begun, since."""
-        assert self.steps is not None
-        return not self._in_step and self.steps.holds_present
 
     def lose(self, error: CommError, *, in_step: bool = False) -> None:
         """Leave a generation that has lost a peer; raise its error where the run can't continue.
@@ -135,9 +129,9 @@ class Rollback:
         if self._run.leads:
             number = self._position.position.number
             print_message_for_scripts(
-                f"the loader yields the batches from step {number:,} on again: what the script "
-                "counts or adds up by itself counts them twice. world.steps, world.meter() and "
-                "what world.track() tracks went back with the model."
+                f"the loader yields the batches from step {number:,} on again, so the script's "
+                "own counters and sums count them twice. Use world.steps, world.meter() or "
+                "world.track(), which went back with the model."
             )
         if self._evaluated is not None and self._evaluated[0] > self._position.position.number:
             self._evaluated = None  # it is repeated, or begins for the first time on other ranks
@@ -151,7 +145,7 @@ class Rollback:
             the loader's next batch goes back to an earlier one.
         """
         self.lose(error)
-        if self.steps is None or not self.here:
+        if self.steps is None or self._in_step or not self.steps.holds_present:
             return False
         with self._end.exit_on_stop():
             if not self.steps.recovery.go_back(error, unchanged=True):

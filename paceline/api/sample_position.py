@@ -112,11 +112,19 @@ class SamplePosition:
         self._trained = None
 
     def begin_iteration(self) -> None:
-        """Begin an iteration of the loader, whose batches steps train."""
+        """Begin an iteration of the loader, whose batches steps train.
+
+        Collective where a sampler draws the order: all ranks then have that of the epoch.
+
+        Raises:
+            ConfigError, CommError: as `SamplerDraws.draw`.
+        """
         self._trained = None
         self.begun = self.iterating = True
         self.left_early = False
         self._errors.begin()
+        if isinstance(self.order, DrawnOrder):
+            self.order.draws.draw(self.epoch, self._run.context.communicator)
 
     def end_iteration(self, *, complete: bool) -> None:
         """End it, after the last batch or before."""
@@ -133,10 +141,11 @@ class SamplePosition:
         self._require_first_loader(stream=False)
         drawn = isinstance(order, DrawnOrder)
         if self._saved_order is not None and drawn is not ("source" in self._saved_order):
-            was, now = ("wasn't", "has") if drawn else ("was", "has no")
+            now = "has" if drawn else "doesn't have"
+            then = "didn't" if drawn else "did"
             raise ConfigError(
-                f"the loader {now} sampler= or weights=, but one {was} given when the checkpoint "
-                "was written: pass the same arguments, or a different run= to paceline.join()."
+                f"the loader {now} sampler= or weights=, and that of the checkpoint {then}: pass "
+                "the same arguments, or a different run= to paceline.join()."
             )
         names = {"size": "the data set's length"}
         if drawn:
@@ -256,21 +265,26 @@ class SamplePosition:
                 "in one step, use no_sync()."
             )
         *earlier, last = self.waiting
+        if earlier:
+            self._require_samples_on_all_ranks(last)
         if samples is None and weight is None:
             self._require_all_collated()
             return (self._accumulated(last) if earlier else last), earlier
-        if earlier:
-            self._require_no_placeholder(last)
         return self._weighted(last, samples, weight), earlier
 
     def _weighted(self, last: BatchSlice, samples: int | None, weight: float | None) -> BatchSlice:
-        """Return a slice of the loader with the weight that the script gives; collective."""
+        """Return a slice of the loader with the weight that the script gives, if any; collective.
+
+        Of several batches that a step accumulates, `samples` is the sum: none counts as left out.
+        """
+        if samples is None and weight is None:
+            return last
         if last.first == last.last:  # a placeholder, which is no sample
             samples = None if samples is None else 0
             weight = None if weight is None else 0.0
         fraction, _ = self._exchange(samples, weight)
         left_out = last.skipped
-        if samples is not None and not (len(self.waiting) > 1):
+        if samples is not None and len(self.waiting) <= 1:
             left_out = max(0, last.last - last.first - samples)
         return replace(last, fraction=fraction, skipped=left_out, basis=_basis(samples, weight))
 
@@ -280,19 +294,19 @@ class SamplePosition:
             if one.skipped:
                 given = one.last - one.first
                 raise ConfigError(
-                    f"the batch of step {one.number} on rank {one.rank} has {one.count} of the "
-                    f"{many(given, 'sample')} that collate_fn was given: pass the number that is "
-                    "left, world.step(samples=len(x)), on all ranks. Where a batch isn't a list "
-                    "of samples, such as one of packed tokens, pass what its loss is a mean over, "
-                    "world.step(weight=…)."
+                    f"collate_fn was given {many(given, 'sample')} for step {one.number} on rank "
+                    f"{one.rank}, but its batch has {one.count}: the step must know what the "
+                    "loss is a mean over. Pass the number that is left, "
+                    "world.step(samples=len(x)), on all ranks; for a batch that isn't made of "
+                    "samples, such as packed tokens, pass world.step(weight=…)."
                 )
 
-    def _require_no_placeholder(self, last: BatchSlice) -> None:
+    def _require_samples_on_all_ranks(self, last: BatchSlice) -> None:
         """Require samples on all ranks in each of several batches that a step trains."""
         if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
             raise ConfigError(
-                f"in the step that ends at position {last.last}, one of the accumulated batches "
-                "has no sample for some rank: give that batch a world.step() of its own."
+                f"step {last.number} accumulates several batches, one of which has fewer samples "
+                "than the ranks need: give that batch a world.step() of its own."
             )
 
     def _require_dividable(self, samples: int | None) -> None:
@@ -349,17 +363,10 @@ class SamplePosition:
                 "would leave out the second one: call it before the first step of a batch, or "
                 "after its last."
             )
-        if samples is None and weight is None:
-            return self._trained
         return self._weighted(self._trained, samples, weight)
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""
-        if any(begin == end for each in self.waiting for begin, end in pairwise(each.cuts)):
-            raise ConfigError(
-                f"in the step that ends at position {last.last}, one of the accumulated batches "
-                "has fewer samples than the ranks need: give that batch a world.step() of its own."
-            )
         if self.stream is not None and any(each.weight != last.weight for each in self.waiting):
             raise ConfigError(
                 f"the batches accumulated in the step that ends at position {last.last} divide "
@@ -419,8 +426,8 @@ class SamplePosition:
             ranks = [rank for rank, value in enumerate(values) if value == _NOT_GIVEN]
             if 0 < len(ranks) < len(values):
                 raise ConfigError(
-                    f"world.step({name}=…) wasn't given on rank {ranks[0]}, but on other ranks: "
-                    "give it on all ranks, 0 where a rank has nothing to train, or on none."
+                    f"world.step() got {name}= on some ranks, but not on rank {ranks[0]}: give it "
+                    "on all ranks, 0 where a rank has nothing to train, or on none."
                 )
         name = "samples" if weight is None else "weight"
         of_ranks = counts if weight is None else weights

@@ -28,7 +28,6 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -39,11 +38,6 @@ from paceline.run.last_comparison import evaluated_apart
 from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
-
-_LACKS = (
-    "it lacks what the lost rank had added up by itself since the last step. The sums of "
-    "world.meter() in world.evaluation() lack nothing."
-)
 
 
 @dataclass
@@ -92,7 +86,7 @@ class ScriptLoop:
         self.loaders, self.begun = 0, False
         self.evaluated = 0
         self.meters = Meters(run.context.device)
-        self._said_apart = False  # that some ranks have evaluated alone
+        self._reported_apart = False  # that some ranks have evaluated alone
         self.models: Sequence[nn.Module] = ()
         self._small = SmallSlices(
             run,
@@ -112,7 +106,7 @@ class ScriptLoop:
 
     def _fix_meters(self, steps: Steps) -> None:
         """Let steps sum the meters that there are, from the first one on."""
-        self._position.use_sums(self.meters.of_steps)
+        self._position.use_sums(self.meters.names)
         self.meters.begin(steps)
 
     def refuse_outside(
@@ -211,7 +205,7 @@ class ScriptLoop:
         what the script has done since isn't repeated.
         """
         self._end.require_open("the loader")
-        with self._run.context.waits.call("the loader's next epoch", checked=False):
+        with self._run.context.activities.call("the loader's next epoch", checked=False):
             return self._begin_epoch()
 
     def _begin_epoch(self) -> int:
@@ -227,7 +221,6 @@ class ScriptLoop:
                     if another and self._position.position.step > 0:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
-                    self._draw_order()
                     self.steps.take_snapshot()
                     self._compare_evaluations()
                 break
@@ -237,19 +230,12 @@ class ScriptLoop:
                 self.rollback.require_here(error)
         if not self._position.iterating:
             self._position.begin_iteration()
-            self._draw_order()
         return self.rollback.continue_steps()
 
     @property
-    def least(self) -> int:
+    def min_slice(self) -> int:
         """The smallest number of samples of a rank's slice that isn't empty."""
-        return self._small.least
-
-    def _draw_order(self) -> None:
-        """Let all ranks have the order of the epoch that begins, where a sampler draws it."""
-        order = self._position.order
-        if isinstance(order, DrawnOrder):
-            order.draws.draw(self._position.epoch, self._run.context.communicator)
+        return self._small.min_slice
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step; None: equal ones.
@@ -292,17 +278,17 @@ class ScriptLoop:
         self._position.require_all_trained()
         if self.steps is None:
             return None
-        with self._run.context.waits.call("the end of the loader's epoch", checked=False):
+        with self._run.context.activities.call("the end of the loader's epoch", checked=False):
             return self._end_steps(self.steps)
 
     def _compare_evaluations(self) -> None:
-        """Say where some ranks have evaluated alone, each its own part; collective."""
+        """Report that some ranks have evaluated alone, each its own part; collective."""
         communicator = self._run.context.communicator
-        if self.rollback.entered or self._said_apart or communicator.world_size == 1:
+        if self.rollback.entered or self._reported_apart or communicator.world_size == 1:
             return  # after a loss ranks may differ in what they had begun
         counts = gather_counts(communicator, self.evaluated, "the ranks' numbers of evaluations")
         note = evaluated_apart(counts)
-        self._said_apart = bool(note)
+        self._reported_apart = bool(note)
         if note and communicator.rank == 0:
             print_message_for_scripts(note)
 
@@ -322,7 +308,7 @@ class ScriptLoop:
                         return self.rollback.continue_steps()
         return None
 
-    def begin_evaluation(self, call: str) -> tuple[int, bool] | None:
+    def begin_evaluation(self, call: str) -> tuple[int | None, bool]:
         """Let an evaluation begin, during which the ranks may change.
 
         Args:
@@ -330,15 +316,15 @@ class ScriptLoop:
 
         Returns:
             the place of its end, and whether this rank begins with the others; it doesn't where
-            they have begun in an earlier generation. None: a peer is lost, and the loop goes back
-            to an earlier step, from which it comes here again.
+            they have begun in an earlier generation. Without a place, a peer is lost, and the loop
+            goes back to an earlier step, from which it comes here again.
 
         Raises:
             ConfigError: a step is active, or there is no model.
         """
         lost = self.rollback.error
         if lost is not None and not self.rollback.enter_here(lost):
-            return None
+            return None, True
         steps = self.require_between_steps(call)
         place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
@@ -349,11 +335,11 @@ class ScriptLoop:
                 return place + 1, True
             except CommError as error:
                 if not self.rollback.enter_here(error):
-                    return None
+                    return None, True
         return place + 1, False
 
-    def together(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
-        """Make a call of all ranks between two steps, which outlives lost peers.
+    def call_on_all_ranks(self, call: str, make: Callable[[], Tensor], own: Tensor) -> Tensor:
+        """Make a call of all ranks between two steps, made again where a peer is lost in it.
 
         Args:
             call: the call.
@@ -376,7 +362,11 @@ class ScriptLoop:
                 if not rollback.enter_here(lost):
                     return own
                 if self._run.leads:
-                    print_message_for_scripts(f"{call} after this loss: {_LACKS}")
+                    print_message_for_scripts(
+                        f"{call} is made by the remaining ranks: what only the lost rank had, such "
+                        "as its own sums, is missing in the result. Sums by world.meter() in "
+                        "world.evaluation() are complete."
+                    )
                 lost = None
             place = place or rollback.next_evaluation()
             if not rollback.reach(place):
@@ -429,7 +419,7 @@ class ScriptLoop:
             steps = many(self._position.position.number, "step")
             print_message_for_scripts(
                 f"the world closes after {steps}, before the workers' first merge, so the model's "
-                "state dict has the weights from before them: pass a smaller every=, or call "
+                "state dict has the weights of the start: pass a smaller every=, or call "
                 "world.merge() after the last step."
             )
 
@@ -510,8 +500,7 @@ class ScriptLoop:
 
     def require_between_steps(self, call: str) -> Steps:
         """Return the model's steps; raise ConfigError if one is active, or none can follow."""
-        self.require_replica(call)
-        assert self.steps is not None
+        steps = self.require_steps(call)
         if self._in_step:
             raise ConfigError(f"{call} was called inside a step: call it between steps.")
         if self._broken:
@@ -519,7 +508,7 @@ class ScriptLoop:
                 f"{call} was called after an error inside a step: close() the world and join "
                 "again; a run with a folder resumes from its last checkpoint."
             )
-        return self.steps
+        return steps
 
     def lose_between_steps(self, error: CommError) -> None:
         """Let what follows a step in the script go on after a loss, until the next batch.

@@ -18,9 +18,9 @@ from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.run import OutputConfig
-from paceline.errors import CommError, ConfigError, many
+from paceline.errors import CommError, many
 from paceline.run.run import Run
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
@@ -48,7 +48,7 @@ class Session:
         resources: what the world's `close` closes, in reverse order of opening.
         folder: the run folder as this process has it locked, or None.
         link: the link to the membership; None until it is joined, and in a world of one rank.
-        waits: what the peers do in steps and between them.
+        activities: what the peers do in steps and between them.
     """
 
     joined: Joined
@@ -66,14 +66,7 @@ class Session:
     default_group: bool = False
     folder: RunFolder | None = None
     link: MemberLink | None = None
-    waits: PeerWaits = NO_PEERS
-
-    def leave_folder(self, error: BaseException | None) -> None:
-        """Close the folder before the first step, for an error; a refused start leaves none."""
-        if self.folder is not None and isinstance(error, ConfigError):
-            self.folder.discard()
-        elif self.folder is not None:
-            self.folder.close()
+    activities: PeerActivities = NO_PEERS
 
     @property
     def identity(self) -> dict[str, object]:
@@ -90,7 +83,14 @@ class Session:
         texts = {name: str(value) for name, value in facts.items()}
         joined = self.joined
         limit = self.timeouts[0]
-        compare(joined.store, joined.group, subject, texts, timeout=limit, waits=self.waits)
+        compare(
+            joined.store,
+            joined.group,
+            subject,
+            texts,
+            timeout=limit,
+            activities=self.activities,
+        )
 
     def join_membership(self) -> Self:
         """Return the session with the link to the membership, if it has one; collective.
@@ -107,15 +107,17 @@ class Session:
         report = print_message_for_scripts
         # Other launchers end all processes where one is lost.
         if self.joined.launcher != "paceline" or self.default_group:
-            watched = watch_peers(group, store, options=options, limit=first, report=report)
-            self.resources.callback(watched.close)
-            return replace(self, waits=watched.waits)
+            activities = watch_peers(
+                group, store, self.resources, options=options, limit=first, report=report
+            )
+            return replace(self, activities=activities)
         group, link = join_membership(group, store, options=options, limit=first, report=report)
         if link is not None:
             self.resources.callback(link.close)
             link.end_with(self.signals)
-        waits = NO_PEERS if link is None else link.waits
-        return replace(self, joined=replace(self.joined, group=group), link=link, waits=waits)
+        activities = NO_PEERS if link is None else link.activities
+        joined = replace(self.joined, group=group)
+        return replace(self, joined=joined, link=link, activities=activities)
 
     def make_run(self) -> Run:
         """Connect to all ranks until the world ends; collective.
@@ -125,7 +127,7 @@ class Session:
         """
         group = self.joined.group
         store = self.joined.store
-        run = open_run(group, store, self.device, self.timeouts, self.link, self.waits)
+        run = open_run(group, store, self.device, self.timeouts, self.link, self.activities)
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

@@ -49,7 +49,7 @@ from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
-from paceline.run.first_steps import FirstSteps
+from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import NextGeneration
@@ -253,8 +253,8 @@ class World:
             replica.merge()
             return torch.empty(0)
 
-        with self._end.explained(call), self._run.context.waits.call(call):
-            self._loop.together(call, merge, torch.empty(0))
+        with self._end.explained(call), self._run.context.activities.call(call):
+            self._loop.call_on_all_ranks(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
@@ -292,8 +292,9 @@ class World:
             require_same_call(communicator, "world.total()", form, what)
             return total(communicator, values, what)
 
-        with self._end.explained("world.total()"), self._run.context.waits.call("world.total()"):
-            return self._loop.together("world.total()", add_up, values)
+        call = "world.total()"
+        with self._end.explained(call), self._run.context.activities.call(call):
+            return self._loop.call_on_all_ranks(call, add_up, values)
 
     def meter(self, *names: str) -> Meter:
         """Make a meter: sums over the steps of an epoch, or over an evaluation. All ranks call it.
@@ -419,7 +420,7 @@ class World:
                 if replica is not None and replica.stateful:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
-                    with context.waits.call(call):
+                    with context.activities.call(call):
                         require_same_call(context.communicator, call, "", what)
                 steps.save(together=False)
             except CommError as error:
@@ -440,7 +441,7 @@ class World:
         """
         if self._end.closed:
             return
-        with self._run.context.waits.call("world.close()", checked=False):
+        with self._run.context.activities.call("world.close()", checked=False):
             self._close()
 
     def _close(self) -> None:
@@ -449,7 +450,7 @@ class World:
         try:
             self._loop.finish()
             session, present = self._session, self._run.context.group.generation
-            session.waits.close()
+            session.activities.close()
             if session.link is not None:
                 session.link.leave()
             lasted = present.token == session.joined.group.generation.token
@@ -557,7 +558,8 @@ class World:
         if run is None:
             return ""
         if error is not None and not self._loop.begun:  # nothing new to save, or to resume
-            self._session.leave_folder(error)
+            if self._session.folder is not None and isinstance(error, ConfigError):
+                self._session.folder.discard()
             return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
@@ -602,9 +604,9 @@ class World:
             measured=self._position.measured,
             report=self._report,
         )
-        first_steps = None
+        first_step_checks = None
         if self.world_size > 1:
-            first_steps = FirstSteps(
+            first_step_checks = FirstStepChecks(
                 self._run,
                 self._position.position,
                 list(dict.fromkeys(pair.model for pair in pairs)),
@@ -612,7 +614,7 @@ class World:
                 gpu=session.device.type == "cuda",
                 averaged=averaged,
             )
-            self._bound.callback(first_steps.close)
+            self._bound.callback(first_step_checks.close)
         steps = Steps(
             replica,
             self._run,
@@ -628,7 +630,7 @@ class World:
             next_generation=self._next_generation,
             durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
-            first_steps=first_steps,
+            first_step_checks=first_step_checks,
         )
         self._loop.use(steps)
 
@@ -693,14 +695,14 @@ class World:
         assert replica is not None
         self._tracked.begin()
         refuse_missing(self._pairs, self._start.state)
-        for note in self._start.given.sentences(self._start.state or {}):
+        for note in self._start.given.notes(self._start.state or {}):
             self._run.recorder.event("note", text=as_arguments(note))
             if self.rank == 0:
                 print_message_for_scripts(note)
         if steps.speeds is not None and order is not None:
             steps.speeds.batch_size = order.batch_size
-        if steps.first_steps is not None:
-            steps.first_steps.divided = order is not None
+        if steps.first_step_checks is not None:
+            steps.first_step_checks.divided = order is not None
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
         steps.recovery.record_start(

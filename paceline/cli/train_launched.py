@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,13 +135,9 @@ def _work(config: TrainConfig, joined: Joined) -> None:
         if group.rank == 0:
             print_message(finished_sentence(config.world.run_id))
         return
-    with closing(folder):
-        try:
-            _prepare(config, joined, folder, anew=anew)
-            train(config, group, joined.store)
-        except ConfigError:
-            folder.discard()
-            raise
+    with folder:
+        _prepare(config, joined, folder, anew=anew)
+        train(config, group, joined.store)
         if group.local_rank == 0:
             folder.finish()
 

@@ -20,7 +20,7 @@ from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
-from paceline.comm.peer_waits import NO_PEERS
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
@@ -61,19 +61,18 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
         link = None
-        waits = NO_PEERS
+        activities: PeerActivities = NO_PEERS
         if survives and config.output.snapshots:
             group, link = _join_membership(config, group, store)
-        elif group.size > 1:
-            watched = wiring.watch_peers(
-                group, store, options=_options(config), limit=config.world.first_iter_timeout
+        else:
+            limit = config.world.first_iter_timeout
+            activities = wiring.watch_peers(
+                group, store, stack, options=_options(config), limit=limit
             )
-            stack.callback(watched.close)
-            waits = watched.waits
         if link is not None:
             stack.callback(link.close)
             link.end_with(signals)
-        run = stack.enter_context(wiring.make_run(config, group, store, device, link, waits))
+        run = stack.enter_context(wiring.make_run(config, group, store, device, link, activities))
         start = wiring.find_start(config.output, folder, config.identity(), run)
         run.trace = wiring.build_trace(config.output, run, folder)
         speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))
@@ -118,7 +117,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             if link is not None:
                 link.leave()
             raise
-        run.context.waits.close()
+        run.context.activities.close()
         if link is not None:
             link.leave()
         if not ended:

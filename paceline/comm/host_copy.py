@@ -2,7 +2,7 @@
 
     copy = HostCopy(sums)       queued behind what computes them
     …                           the host queues the next step's work
-    copy.values(limit, what)    waits for the copy's event, not for what was queued since
+    copy.values(limit)          waits for the copy's event, not for what was queued since
 
 A read of a GPU's tensor (`tolist`, `item`, `cpu`) waits for all that the host has queued, and the
 GPU has nothing to do until the host has queued more. So a step's values reach the host here only.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.peer_waits import NO_PEERS, WaitLimit
+from paceline.comm.peer_activities import WaitLimit
 from paceline.errors import CommTimeout, Message
 
 _POLL_S = 0.0002  # an event has no wait with a limit
@@ -38,35 +38,32 @@ class HostCopy:
         else:
             self._copy = tensor.detach().clone()
 
-    @property
-    def done(self) -> bool:
-        """Whether `values` would return at once."""
-        return self._event is None or bool(self._event.query())
+    def known(self) -> list[Any] | None:
+        """Return the values if the device has computed them, without a wait; otherwise None."""
+        if self._event is not None and not self._event.query():
+            return None
+        values: list[Any] = self._copy.tolist()
+        return values
 
-    def values(self, limit: float, operation: str, wait: WaitLimit | None = None) -> list[Any]:
+    def values(self, limit: WaitLimit) -> list[Any]:
         """Return the values, nested as the tensor's `tolist` returns them.
 
         Args:
-            limit: seconds to wait for the device.
-            operation: what the values are, for the error.
-            wait: the limit, where the device may wait for peers that extend it.
+            limit: of the wait for the device; its operation names the values.
 
         Raises:
             CommTimeout: the device hasn't computed them in time.
         """
-        wait = wait or WaitLimit(limit, NO_PEERS, operation)
-        while self._event is not None and not self._event.query():
-            if wait.look():
-                wait.end()
-                raise CommTimeout(
-                    Message(
-                        "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
-                        "{--timeout} ({--first_iter_timeout} at the start).",
-                        operation,
-                        limit,
+        with limit:
+            while (values := self.known()) is None:
+                if limit.look():
+                    raise CommTimeout(
+                        Message(
+                            "a GPU hasn't computed {} after {:g} s: it hangs, or needs a longer "
+                            "{--timeout} ({--first_iter_timeout} at the start).",
+                            limit.operation,
+                            limit.seconds,
+                        )
                     )
-                )
-            time.sleep(_POLL_S)
-        wait.end()
-        values: list[Any] = self._copy.tolist()
+                time.sleep(_POLL_S)
         return values

@@ -32,7 +32,7 @@ from paceline.comm.gloo_loops import (
     shut_down,
     stop_listening,
 )
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
@@ -110,7 +110,7 @@ class ProcessGroupCommunicator:
         address: str,
         first_timeout: float,
         timeout: float,
-        waits: PeerWaits = NO_PEERS,
+        activities: PeerActivities = NO_PEERS,
     ) -> None:
         """Connect to all ranks; collective.
 
@@ -122,24 +122,23 @@ class ProcessGroupCommunicator:
             address: the IP address of this machine that the peers reach.
             first_timeout: the limit of a wait in seconds until `end_startup` is called.
             timeout: the limit afterwards.
-            waits: what the peers do; they may extend the limit.
+            activities: what the peers do; they may extend the limit.
 
         Raises:
             CommError: a rank did not connect in time.
         """
         self.rank, self.world_size = rank, world_size
-        self._limit = timedelta(seconds=first_timeout)
-        self._timeout = timedelta(seconds=timeout)
-        self._waits = waits
-        self._extends = first_timeout == timeout
+        self.timeout = Timeout(first_timeout, timeout, activities)
+        self._longest = activities.longest
+        limit = timedelta(seconds=first_timeout)
         self._loops: list[int] = []  # descriptors of Gloo's event loops
         self._works: deque[dist.Work] = deque()  # collectives that may not have ended
         self._ending = threading.Lock()  # guards the end of the group against `interrupt`
         try:
             if device.type == "cuda":
-                self._group = _nccl(store, rank, world_size, self._limit)
+                self._group = _nccl(store, rank, world_size, limit)
             else:
-                self._group, self._loops = _gloo(store, rank, world_size, address, self._limit)
+                self._group, self._loops = _gloo(store, rank, world_size, address, limit)
         except RuntimeError as error:
             raise CommError(
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
@@ -174,8 +173,7 @@ class ProcessGroupCommunicator:
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
-        self._limit = self._timeout
-        self._extends = True
+        self.timeout.end_startup()
 
     def close(self) -> None:
         """Close, and wait for the group's threads.
@@ -220,21 +218,18 @@ class ProcessGroupCommunicator:
             cause = "this process closed the connections"
             raise PeerLost(rank=self.rank, operation="starting a collective", cause=cause)
         # The transport's own limit comes after the wait's, however long peers extend that.
-        options.timeout = self._limit + timedelta(seconds=self._waits.longest)
+        limit = timedelta(seconds=self.timeout.seconds)
+        options.timeout = limit + timedelta(seconds=self._longest)
         while self._works and self._works[0].is_completed():
             self._works.popleft()
         try:
             work = getattr(self._group, name)(*tensors, options)
         except RuntimeError as error:
-            raise _translate(error, self.rank, "starting a collective", self._limit) from error
+            raise _translate(error, self.rank, "starting a collective", limit) from error
         self._works.append(work)
         if not self._loops:
-            return _StreamTicket(work, self.rank, self._limit)
-        return _WorkTicket(self, work, self._limit)
-
-    def limit(self, operation: str, limit: timedelta) -> WaitLimit:
-        """Begin a wait of this rank, with its limit."""
-        return WaitLimit(limit.total_seconds(), self._waits, operation, extends=self._extends)
+            return _StreamTicket(work, self.rank, limit)
+        return _WorkTicket(self, work)
 
 
 class _WorkTicket:
@@ -244,21 +239,19 @@ class _WorkTicket:
     hadn't asked for waits on. So a wait looks at the connections now and then.
     """
 
-    def __init__(
-        self, communicator: ProcessGroupCommunicator, work: dist.Work, limit: timedelta
-    ) -> None:
+    def __init__(self, communicator: ProcessGroupCommunicator, work: dist.Work) -> None:
         self._communicator = communicator
         self._rank = communicator.rank
         self._work = work
-        self._limit = limit
+        self._limit = timedelta(seconds=communicator.timeout.seconds)
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self, operation: str) -> None:
-        limit = self._communicator.limit(operation, self._limit)
         lost_at = math.inf
-        try:
+        seconds = self._limit.total_seconds()  # of when it began, perhaps in the first step
+        with self._communicator.timeout.limit(operation, seconds) as limit:
             while True:
                 try:
                     self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
@@ -275,8 +268,6 @@ class _WorkTicket:
                 if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
                     cause = "a peer closed the connection"
                     raise PeerLost(rank=self._rank, operation=operation, cause=cause)
-        finally:
-            limit.end()
 
     def _end(self, operation: str) -> None:
         """End the wait for what is completed, perhaps right after a look at it timed out."""

@@ -243,7 +243,7 @@ def require_merge(every: Every, steps: int) -> None:
             value=every,
             rule=f"must be at most the run's {many(steps, 'step')}, or its workers would merge "
             "only after the last one",
-            remedy="use so few steps that each epoch has a merge, or train for more epochs",
+            remedy="give at most the number of steps of an epoch, or train for more epochs",
         )
 
 

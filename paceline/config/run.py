@@ -26,8 +26,8 @@ class OutputConfig:
 
     reset_optimizer: bool = False
     """Begin the optimizer's state (momenta) anew where a checkpoint is resumed from, as is needed
-    for an optimizer of another class; weights, epoch and schedule continue. A run does so once,
-    though each of its starts has this flag."""
+    for an optimizer of another class; weights, epoch and schedule continue. A run does so
+    once, even if each of its starts has this flag."""
 
     checkpoint_steps: int = 0
     """Number of steps between checkpoints; 0: save by time and at the end of epochs only."""

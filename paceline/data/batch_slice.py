@@ -19,7 +19,7 @@ class BatchSlice:
         skipped: the number of samples of the slice that couldn't be read and are left out.
         fraction: the weight of its mean loss in the global one; None: its fraction of the samples.
         basis: what a script has given as the base of the weight: "samples", "weight", or "".
-        least: the number of samples of a placeholder, where the batch has as many.
+        min_slice: the number of samples of a placeholder, where the batch has as many.
         run_number: the number of the step in the run, where epochs have no fixed number of steps.
     """
 
@@ -30,7 +30,7 @@ class BatchSlice:
     cuts: tuple[int, ...]
     skipped: int = 0
     fraction: float | None = None
-    least: int = 1
+    min_slice: int = 1
     basis: str = ""
     run_number: int | None = None
 
@@ -66,7 +66,7 @@ class BatchSlice:
         """The positions that this rank computes: its share, or a placeholder if that is empty."""
         if self.first < self.last:
             return slice(self.first, self.last)
-        count = min(self.least, self.global_count)
+        count = min(self.min_slice, self.global_count)
         placeholder = min(self.first, self.cuts[-1] - count)  # in the batch, of whichever rank
         return slice(placeholder, placeholder + count)
 

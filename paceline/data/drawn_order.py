@@ -32,7 +32,7 @@ _LONGEST = 64  # times the data set; a sampler that draws more is taken for an e
 _WHAT = "the sampler's order, which rank 0 draws"
 
 
-class Draws:
+class SamplerDraws:
     """Draws of a sampler, an epoch at a time: rank 0's, on all ranks.
 
     Args:
@@ -130,7 +130,7 @@ class DrawnOrder(Order):
 
     shuffle: bool = False
     source: int
-    draws: Draws = field(repr=False, compare=False)
+    draws: SamplerDraws = field(repr=False, compare=False)
 
     @property
     def records(self) -> int:
@@ -177,11 +177,10 @@ class WeightedSampler:
                 f"weights has shape {tuple(values.shape)}, but the data set has {records:,} "
                 f"samples: pass one weight a sample, shape ({records},)."
             )
-        if not bool(((values >= 0) & values.isfinite()).all()) or not float(values.sum()) > 0:
-            raise ConfigError(
-                "weights has a value that is negative, infinite or NaN, or all are 0: pass finite "
-                "numbers, at least 0, of which one is above 0."
-            )
+        bad = (~((values >= 0) & values.isfinite())).nonzero().flatten().tolist()
+        if bad or not values.any():
+            given = f"weights[{bad[0]}] is {values[bad[0]]:g}" if bad else "weights is 0 everywhere"
+            raise ConfigError(f"{given}: pass finite numbers, at least 0, of which one is above 0.")
         self._values = values
 
     def __len__(self) -> int:
@@ -211,8 +210,8 @@ def _require_plain(sampler: Any) -> None:
         )
     if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator):
         raise ConfigError(
-            f"sampler is {name}, which can't be read anew in each epoch: pass a torch Sampler, a "
-            "list of samples' numbers, or another object whose __iter__ begins anew."
+            f"sampler is {name}, which can't be iterated anew in each epoch: pass a torch Sampler, "
+            "a list of sample indices, or another object whose __iter__ begins anew."
         )
 
 
@@ -239,8 +238,8 @@ def _numbers(sampler: Iterable[Any], records: int) -> Indices:
             number = -1
         if not 0 <= number < records:
             raise ConfigError(
-                f"the sampler ({name}) draws {one!r}: it must draw whole numbers, from 0 to "
-                f"{records - 1:,}, the last sample of the data set."
+                f"the sampler ({name}) draws {one!r}: it must draw sample indices, whole numbers "
+                f"from 0 to {records - 1:,}."
             )
         numbers.append(number)
     return np.array(numbers, dtype=np.int64)

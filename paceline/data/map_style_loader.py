@@ -52,7 +52,8 @@ class MappedLoader:
             when an epoch begins.
         shares: returns the proportions in which the ranks divide the global batch of a step, by the
             step's number in the run; None: equally. Asked when the step's batch is yielded.
-        least: returns the smallest number of samples of a slice that isn't empty; asked likewise.
+        min_slice: returns the smallest number of samples of a slice that isn't empty; asked
+            likewise.
         num_workers: number of worker processes that load samples; 0: this process loads them.
         collate: makes a batch from a list of samples; None: torch's default collation.
         pin_memory: whether batches are put into pinned memory, from which copies to a GPU are fast;
@@ -74,7 +75,7 @@ class MappedLoader:
         *,
         rank_and_size: Callable[[], tuple[int, int]],
         shares: Callable[[int], Sequence[int] | None] = lambda number: None,
-        least: Callable[[], int] = lambda: 1,
+        min_slice: Callable[[], int] = lambda: 1,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -85,7 +86,7 @@ class MappedLoader:
         _check(dataset, order, num_workers)
         self._dataset = SeededDataset(dataset, order.seed)
         self._order, self._rank_and_size, self._shares = order, rank_and_size, shares
-        self._least = least
+        self._min_slice = min_slice
         self._options: dict[str, Any] = {
             "collate_fn": collate,
             "pin_memory": pin_memory and torch.cuda.is_available(),
@@ -116,7 +117,7 @@ class MappedLoader:
 
         def place_of(step: int) -> BatchSlice:
             shares = self._shares(epoch * order.steps + step)
-            return order.place(epoch, step, *rank_and_size, shares, self._least())
+            return order.place(epoch, step, *rank_and_size, shares, self._min_slice())
 
         workers = self._options["num_workers"]
         asked = _Asked(order, epoch, place_of, range(first_step, order.steps))

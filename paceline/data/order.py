@@ -105,7 +105,7 @@ class Order:
         rank: int,
         world_size: int,
         shares: Sequence[int] | None = None,
-        least: int = 1,
+        min_slice: int = 1,
     ) -> BatchSlice:
         """Return a rank's share of a global batch.
 
@@ -119,7 +119,7 @@ class Order:
             rank: the rank.
             world_size: number of ranks.
             shares: (world_size,) proportions in which the batch is divided (`divide`); None: equal.
-            least: the smallest number of samples of a share that isn't empty.
+            min_slice: the smallest number of samples of a share that isn't empty.
 
         Raises:
             IndexError: the epoch has no such step, or the world no such rank.
@@ -136,10 +136,10 @@ class Order:
         count = min(self.batch_size, self.samples - begin)
         if shares is None:
             shares = (1,) * world_size
-        counts = without_small(divide(count, shares), shares, least)
+        counts = without_small(divide(count, shares), shares, min_slice)
         cuts = tuple(accumulate(counts, initial=begin))
         return BatchSlice(
-            epoch=epoch, step=step, steps=self.steps, rank=rank, cuts=cuts, least=least
+            epoch=epoch, step=step, steps=self.steps, rank=rank, cuts=cuts, min_slice=min_slice
         )
 
 

@@ -8,7 +8,7 @@ Something is shown some times a second on a terminal, and every ten seconds in a
 steps count from 0 in events and from 1 for people. A machine without the leader shows a line an
 epoch:
 
-    Training on machine 1 (resnet20, 30 epochs); machine 0 shows more.
+    Training on machine 1 (resnet20, 30 epochs); machine 0 shows the steps.
     epoch 1/30: loss 1.713, accuracy 36.9%, test accuracy 41.00%
 """
 
@@ -235,7 +235,7 @@ class MachineConsole(NullRecorder):
             self._labels = fields.get("labels", sys.maxsize)
             self._terminal.line(
                 f"Training on machine {self._machine} ({fields['model']}, "
-                f"{many(fields['epochs'], 'epoch')}); machine {self._leader} shows more."
+                f"{many(fields['epochs'], 'epoch')}); machine {self._leader} shows the steps."
             )
         elif name == "epoch":
             parts = ", ".join(_score_parts(fields, self._labels))

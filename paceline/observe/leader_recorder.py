@@ -1,6 +1,6 @@
 """Recorder of the leader: what only rank 0 shows or sends, such as the console and the trackers.
 
-The same of another role that a loss may hand over: of the first rank on a machine without rank 0.
+Also for another role that a loss hands over: the first rank on a machine without rank 0.
 
 generation    3          4 (member b has become rank 0)
 member a      open       lost

@@ -14,37 +14,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
-
-
-class Timeout:
-    """Timeout of each wait for a peer: one value in the first step, and another in later steps.
-
-    Args:
-        first: seconds in the first step.
-        later: seconds in later steps.
-        waits: what the peers do; they may extend a wait.
-
-    Attributes:
-        seconds: the present timeout, in seconds.
-        later: seconds in later steps.
-    """
-
-    def __init__(self, first: float, later: float, waits: PeerWaits = NO_PEERS) -> None:
-        self.seconds, self.later = first, later
-        self._waits = waits
-        self._extends = first == later
-
-    def end_startup(self) -> None:
-        """Use the timeout of later steps from now on: all ranks have exchanged a step."""
-        self.seconds = self.later
-        self._extends = True
-
-    def limit(self, operation: str, grace: float = 0.0) -> WaitLimit:
-        """Begin a wait, with its limit, which is longer by some seconds of grace."""
-        seconds = self.seconds + grace
-        return WaitLimit(seconds, self._waits, operation, extends=self._extends)
-
 
 class Exchange(Protocol):
     """Protocol of an exchange: sums each bucket of gradients or running statistics over the ranks.

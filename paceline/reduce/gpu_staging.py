@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.peer_activities import Timeout
 from paceline.errors import CommTimeout, Message
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.put_engine.gradient_views import check_unwritten
 from paceline.reduce.side_stream import SideStream
 
@@ -156,15 +157,14 @@ class GpuStaging:
     def _sent(self, index: int, version: int) -> _Stage:
         """Wait until a bucket's version was sent."""
         stage = self._stages[index]
-        limit = self._timeout.limit(stage.operation)
 
         def sent() -> bool:
             return stage.sent >= version or self._error is not None
 
-        while not sent() and not limit.look():
-            with self._changed:
-                self._changed.wait_for(sent, limit.slice())
-        limit.end()
+        with self._timeout.limit(stage.operation) as limit:
+            while not sent() and not limit.look():
+                with self._changed:
+                    self._changed.wait_for(sent, limit.slice())
         if self._error is not None:
             raise self._error
         if stage.sent < version:

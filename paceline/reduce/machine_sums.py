@@ -38,10 +38,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.buckets import BucketMemory, allocate
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.side_stream import SideStream
 
@@ -192,14 +193,14 @@ class MachineSums:
         """Wait until a bucket's version is summed, as long as the thread makes progress."""
         while bucket.summed < version and self._error is None:
             progress = partial(self._has_progress, self._progress)
-            limit = self._timeout.limit(bucket.operation, grace=_GRACE_S)
-            while not progress():
-                if limit.look():
-                    peer, cause = "the sum of its machine", "its device hangs"
-                    raise self._timed_out(peer, bucket, cause)
-                with self._changed:
-                    self._changed.wait_for(progress, limit.slice())
-            limit.end()
+            seconds = self._timeout.seconds + _GRACE_S
+            with self._timeout.limit(bucket.operation, seconds) as limit:
+                while not progress():
+                    if limit.look():
+                        cause = "its device hangs"
+                        raise self._timed_out("the sum of its machine", bucket, cause)
+                    with self._changed:
+                        self._changed.wait_for(progress, limit.slice())
         with self._changed:
             if bucket.summed >= version:
                 return

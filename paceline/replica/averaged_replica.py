@@ -387,8 +387,8 @@ class AveragedReplica:
         if any(p in self._trained.names and p not in present for p in before):
             raise ConfigError(
                 f"load_state_dict(assign=True) has replaced parameters of {type(module).__name__}, "
-                "which the optimizer doesn't have: leave out assign=True, or load before "
-                "paceline.parallelize() and before the optimizer is made."
+                "but the optimizer has the earlier ones: leave out assign=True, or load before the "
+                "optimizer is made."
             )
         self._average.rebase({t for t in present if before.get(t, t._version) != t._version})
 

@@ -65,19 +65,19 @@ class BufferBroadcast:
 
     Args:
         model: the model, with the same buffers on all ranks.
-        hosts: returns what connects all ranks, for tensors in this machine's memory.
-        devices: likewise, for tensors where the model is.
+        host_communicator: returns what connects all ranks, for tensors in this machine's memory.
+        device_communicator: likewise, for tensors where the model is.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        hosts: Callable[[], Communicator],
-        devices: Callable[[], Communicator],
+        host_communicator: Callable[[], Communicator],
+        device_communicator: Callable[[], Communicator],
     ) -> None:
         self._model = model
-        self._hosts = hosts
-        self._devices = devices
+        self._host_communicator = host_communicator
+        self._device_communicator = device_communicator
         self._owners: Mapping[str, tuple[nn.Module, str]] = {}
         self._layout: _Layout = {}  # what all ranks agree on
         self._left_out: frozenset[str] = frozenset()
@@ -91,7 +91,7 @@ class BufferBroadcast:
         self._layout = self._present()
         self._before = None
         self._left_out = frozenset()
-        if self._hosts().world_size > 1:
+        if self._host_communicator().world_size > 1:
             sizes = {name: self._tensor(name).nbytes for name in self._layout}
             if sum(sizes.values()) > _ALL:
                 large = [name for name, size in sizes.items() if size > _SMALL]
@@ -110,7 +110,7 @@ class BufferBroadcast:
             CommError: a peer was lost, or didn't answer in time.
         """
         self.install()
-        if not self._owners or self._hosts().world_size == 1:
+        if not self._owners or self._host_communicator().world_size == 1:
             return
         if self._before is not None:
             self._choose_large(self._before)
@@ -120,8 +120,8 @@ class BufferBroadcast:
             self._agree(present)
         if not (sent := {n: form for n, form in present.items() if n not in self._left_out}):
             return
-        own = _pack([self._tensor(name) for name in sent])
-        communicator = self._devices()
+        own = _pack([self._tensor(name) for name in sent], sent)
+        communicator = self._device_communicator()
         received = own if communicator.rank == 0 else own.clone()
         ticket = communicator.broadcast(received)
         self._sent = _Sent(own=own, received=received, layout=sent, ticket=ticket)
@@ -143,7 +143,7 @@ class BufferBroadcast:
     @torch.no_grad()
     def _install(self, sent: _Sent) -> None:
         sent.ticket.wait("the broadcast of rank 0's buffers")
-        if self._devices().rank == 0:
+        if self._device_communicator().rank == 0:
             return
         present = self._present()
         names = [name for name, form in sent.layout.items() if present.get(name) == form]
@@ -186,7 +186,7 @@ class BufferBroadcast:
         texts = [f"{n}: {tuple(shape)} {dtype}" for n, (shape, dtype) in changed.items()]
         removed = [f"{name} removed" for name in self._layout if name not in present]
         require_same_call(
-            self._hosts(),
+            self._host_communicator(),
             "world.step() with buffers of other shapes than before",
             shortened([*texts, *removed]),
             "the comparison of the buffers' shapes",
@@ -203,13 +203,12 @@ class BufferBroadcast:
             if name in self._present() and int(checksum(self._tensor(name))) != int(total)
         ]
         what = "the names of buffers that the first step has changed"
-        of_ranks = gather_bytes(self._hosts(), json.dumps(changed).encode(), what)
+        of_ranks = gather_bytes(self._host_communicator(), json.dumps(changed).encode(), what)
         self._left_out -= {name for names in of_ranks for name in json.loads(names)}
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors' values in one tensor of bytes, in whose order `_views` finds them."""
-    layout = {str(index): (t.shape, t.dtype) for index, t in enumerate(tensors)}
+def _pack(tensors: Sequence[Tensor], layout: _Layout) -> Tensor:
+    """Return the values of a layout's tensors in one tensor of bytes, where `_views` finds them."""
     size = sum(map(_padded, layout.values()))
     flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)
     torch._foreach_copy_([*_views(flat, layout).values()], [*tensors])

@@ -109,7 +109,8 @@ class Replica:
         buffers: BufferBroadcast | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._buffers = buffers
+        # Of a module without buffers, nothing is broadcast.
+        self._buffers = buffers or BufferBroadcast(nn.Module(), communicator, communicator)
         self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
         self._recorder = recorder or NullRecorder()
@@ -136,8 +137,7 @@ class Replica:
             make_hooks=self._make_hooks,
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
-        if self._buffers is not None:
-            self._buffers.begin_generation()
+        self._buffers.begin_generation()
         self._added, self._structure = AddedTensors(model), ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -238,8 +238,7 @@ class Replica:
             ConfigError: the block broke a rule of the exchange; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
-        if self._buffers is not None:
-            self._buffers.install()
+        self._buffers.install()
         self.loaded = self._binder.loads.take()
         self._bind_anew_if_changed()
         self._number = number
@@ -261,8 +260,7 @@ class Replica:
         self._has_graphs = False
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
-        if self._buffers is not None:
-            self._buffers.send()
+        self._buffers.send()
 
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
@@ -352,8 +350,7 @@ class Replica:
         if self._hooks is not None:
             if self._watch.gap is Gap.UPDATES:
                 self._watch.end()
-            if self._buffers is not None:
-                self._buffers.install()
+            self._buffers.install()
             self._hooks.settle()
             if not self._settled and self._number is None:
                 self._when_settled = _versions(self._hooks.gradients.parameters)
@@ -422,9 +419,8 @@ class Replica:
 
     def drain(self) -> None:
         """Return once the peers have everything that they need from this rank, or after a limit."""
-        if self._buffers is not None:
-            with suppress(CommError):  # a peer that has gone needs nothing
-                self._buffers.install()
+        with suppress(CommError):  # a peer that has gone needs nothing
+            self._buffers.install()
         self._binding.synchronizer.drain()
 
     def state(self) -> Mapping[str, Any] | None:
@@ -453,8 +449,7 @@ class Replica:
         Until `enter_generation` the model is a plain one, whose state may be restored.
         """
         self._binder.leave()
-        if self._buffers is not None:
-            self._buffers.discard()
+        self._buffers.discard()
         self._hooks, self._number, self._copier = None, None, None
         self._forget_earlier_buffers()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
@@ -480,16 +475,14 @@ class Replica:
             RankStateError: the parts of all ranks together aren't the whole state.
         """
         self._hooks, whole = self._binder.enter(parts)
-        if self._buffers is not None:
-            self._buffers.begin_generation()
+        self._buffers.begin_generation()
         self._when_settled, self._settled = _versions(self._binding.gradients.parameters), True
         return whole
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""
         self._binder.unbind()
-        if self._buffers is not None:
-            self._buffers.discard()
+        self._buffers.discard()
         while self._patches:
             self._patches.pop()()
 
@@ -499,8 +492,7 @@ class Replica:
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             same = Fingerprint(self._optimizer) == old.trained.fingerprint
         if self._structure.take_change():
-            if self._buffers is not None:
-                self._buffers.find()
+            self._buffers.find()
             if added := self._added.take_added():
                 self._binder.require_same_additions(added)
                 same = False

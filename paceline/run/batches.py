@@ -105,5 +105,5 @@ class Batches:
         rank, world_size = self.run.rank_and_size()
         number = epoch * self.steps + step
         shares = self.speeds.shares(number) if self.trains else self.speeds.present_shares()
-        least = 1 if self.small is None else self.small.least
-        return self.loader.order.place(epoch, step, rank, world_size, shares, least)
+        min_slice = 1 if self.small is None else self.small.min_slice
+        return self.loader.order.place(epoch, step, rank, world_size, shares, min_slice)

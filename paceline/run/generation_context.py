@@ -26,7 +26,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.comm.shared_gpus import find_sharing_ranks
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.comm.traced_window import TracedWindow
@@ -78,12 +78,12 @@ class GenerationContext:
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what is
             on them travels by `connect`, too.
-        waits: what the peers do while this rank waits for them.
+        activities: what the peers do while this rank waits for them.
 
     Attributes:
         group: all ranks of the generation, as this one sees them.
         limits: the timeouts.
-        waits, device: as given.
+        activities, device: as given.
         communicator: connects all ranks, for tensors in this machine's memory.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks.
@@ -109,10 +109,10 @@ class GenerationContext:
         device: torch.device,
         limits: tuple[float, float],
         connect_gpus: Callable[[Group, str], Communicator] | None = None,
-        waits: PeerWaits = NO_PEERS,
+        activities: PeerActivities = NO_PEERS,
     ) -> None:
         self.group, self.limits = group, limits
-        self.waits = waits
+        self.activities = activities
         self._connect = connect
         self.device = device
         self._communicators: list[Communicator] = []
@@ -127,7 +127,7 @@ class GenerationContext:
         # A thread sends those of GPUs, in an order that nothing else keeps.
         own = device.type == "cuda" and group.size > 1
         reporting = self._open(group, "summaries") if own else self.communicator
-        self.summaries = StepSummaries(reporting, device, limits, waits)
+        self.summaries = StepSummaries(reporting, device, limits, activities)
         self.gradients = self.communicator
         self.layers: Communicator | None = None
         self.buffers: Communicator | None = None

@@ -113,16 +113,16 @@ def evaluated_apart(counts: Sequence[int]) -> str:
     Args:
         counts: how many each rank has iterated to the end, in rank order.
     """
-    most, least = max(counts, default=0), min(counts, default=0)
-    if most == least:
-        return ""
+    most = max(counts, default=0)
     alone = [rank for rank, count in enumerate(counts) if count == most]
     others = [rank for rank, count in enumerate(counts) if count < most]
+    if not others:
+        return ""
     return (
         f"warning: {name_ranks(alone)} evaluated without {name_ranks(others)}: a paceline.loader() "
-        "with train=False yields each rank's own part of the samples, so that scores of some ranks "
-        "aren't of all samples. Iterate on all ranks and add up by world.total() or world.meter(), "
-        "or evaluate with a DataLoader of torch on one rank."
+        "with train=False yields each rank's own part of the samples, so a score of some ranks "
+        "isn't of all samples. Iterate on all ranks and sum by world.total() or world.meter(), or "
+        "evaluate with a DataLoader of torch on one rank."
     )
 
 

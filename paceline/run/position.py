@@ -22,7 +22,7 @@ class Position:
             and those that are planned, each as (number of the first step, samples by rank).
         decode_device: the device that decodes images, where it was chosen by measurement; empty: it
             isn't chosen yet, or the user has named it.
-        least: the smallest number of samples of a rank's slice that isn't empty (`small_slices`).
+        min_slice: the smallest number of samples of a slice that isn't empty (`small_slices`).
         snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
     """
 
@@ -34,7 +34,7 @@ class Position:
     best_epoch: int | None = None
     snapshot_interval: int = 0
     decode_device: str = ""
-    least: int = 1
+    min_slice: int = 1
     shares: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def set(self, values: Mapping[str, Any]) -> None:

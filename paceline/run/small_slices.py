@@ -26,7 +26,7 @@ from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.update.batch_norm import SyncBatchNorm
 
-# A class with a forward of its own may do with one value.
+# A class with another forward may accept one value, so it isn't checked.
 _FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
@@ -47,9 +47,9 @@ class SmallSlices:
         self._watched: int | None = None  # the last generation whose first step is watched
 
     @property
-    def least(self) -> int:
+    def min_slice(self) -> int:
         """The smallest number of samples of a rank's slice that isn't empty: 1 or 2."""
-        return self._position.least
+        return self._position.min_slice
 
     @contextmanager
     def in_step(
@@ -105,7 +105,7 @@ class SmallSlices:
         what = "the agreement on the smallest slice of a batch"
         found_by_ranks = gather_counts(self._run.context.communicator, len(alone), what)
         if any(found_by_ranks):
-            self._position.least = 2
+            self._position.min_slice = 2
 
 
 def _layers_of(models: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:

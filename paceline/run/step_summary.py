@@ -34,7 +34,7 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.errors import CommTimeout
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
@@ -63,7 +63,7 @@ class StepSummary:
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
-        seen: what the ranks have seen in it, as `FirstSteps` arranges it; () after the first steps.
+        seen: the rows of `FirstStepChecks`, summed over the ranks; () after the first steps.
     """
 
     step: int
@@ -87,7 +87,7 @@ class StepSummaries:
         communicator: connects the ranks; with several ranks on GPUs, for summaries alone.
         device: the device that computes the sums.
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
-        waits: what the peers do, for which a device may wait.
+        activities: what the peers do, for which a device may wait.
 
     Attributes:
         communicator: connects the ranks.
@@ -101,12 +101,11 @@ class StepSummaries:
         communicator: Communicator,
         device: torch.device = _CPU,
         limits: tuple[float, float] = (60.0, 60.0),
-        waits: PeerWaits = NO_PEERS,
+        activities: PeerActivities = NO_PEERS,
     ) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
-        self._limit, self._later_limit = limits
-        self._waits = waits
+        self._timeout = Timeout(*limits, activities)
         self._pending: deque[_Pending] = deque()
         self._reports: SimpleQueue[_Pending | None] | None = None
         if device.type != "cpu" and not self.alone:
@@ -149,8 +148,7 @@ class StepSummaries:
             check_interval: the interval between replica checks that rank 0 asks for; 0 on others.
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
-            seen: what this rank has seen, and 0 in the places of the others; as many numbers on all
-                ranks.
+            seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
         """
         marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, code**2]
@@ -202,7 +200,7 @@ class StepSummaries:
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
-        self._limit = self._later_limit
+        self._timeout.end_startup()
         self.communicator.end_startup()
 
     def close(self) -> None:
@@ -212,20 +210,18 @@ class StepSummaries:
 
     def _start(self, pending: _Pending) -> None:
         """Start to gather the ranks' rows, once the device has computed this rank's values."""
-        own = [*self._copied(pending), *pending.marks]
-        row = torch.tensor(own, dtype=torch.float64)
+        row = torch.tensor(self._own(pending), dtype=torch.float64)
         pending.rows = row.new_empty(self.communicator.world_size, len(row))
         pending.ticket = self.communicator.all_gather(row, [*pending.rows])
 
     def _numbers(self, pending: _Pending) -> list[float]:
         """Return the sums over the ranks of a step's values and marks."""
         if self.alone:
-            return [*self._copied(pending), *pending.marks]
+            return self._own(pending)
         if pending.future is None:
             return pending.received()
-        # for the device, then for the peers
-        limit = WaitLimit(2 * self._limit, self._waits, pending.operation)
-        try:
+        seconds = 2 * self._timeout.seconds  # for the device, then for the peers
+        with self._timeout.limit(pending.operation, seconds) as limit:
             while True:
                 try:
                     return pending.future.result(limit.slice())
@@ -235,13 +231,11 @@ class StepSummaries:
                     if limit.look():
                         text = f"{pending.operation} weren't sent in time: a GPU hangs."
                         raise CommTimeout(text) from error
-        finally:
-            limit.end()
 
-    def _copied(self, pending: _Pending) -> list[float]:
-        """Return this rank's values, once the device has computed them."""
-        limit = WaitLimit(self._limit, self._waits, pending.operation)
-        return pending.copy.values(self._limit, pending.operation, limit)
+    def _own(self, pending: _Pending) -> list[float]:
+        """Return this rank's values and marks, once the device has computed them."""
+        limit = self._timeout.limit(pending.operation)
+        return [*pending.copy.values(limit), *pending.marks]
 
     def _send_reports(self) -> None:
         """Send the reports of a GPU's steps, in their order; the summaries' thread."""

@@ -34,7 +34,7 @@ from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
-from paceline.run.first_steps import FirstSteps
+from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import NextGeneration, Recovery
@@ -71,7 +71,7 @@ class Steps:
         next_generation: called when a peer is lost; without it, the run ends then.
         durable: restores the durable state, where the next generation starts from that.
         speeds: measures the ranks' speeds; None: they aren't measured.
-        first_steps: looks at the first steps of a script's loop; None: nothing does.
+        first_step_checks: checks of the first steps of a script's loop; None: there are none.
 
     Attributes:
         position: the run's position.
@@ -95,11 +95,11 @@ class Steps:
         next_generation: NextGeneration | None = None,
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
-        first_steps: FirstSteps | None = None,
+        first_step_checks: FirstStepChecks | None = None,
     ) -> None:
         self.speeds = speeds
-        self._looks_first = first_steps
-        self.first_steps = first_steps  # None after the first steps of a generation
+        self._generation_checks = first_step_checks
+        self.first_step_checks = first_step_checks  # None after the first steps of a generation
         self._snapshots = snapshots
         self._check = snapshots.check
         self._replica, self.run = replica, run
@@ -149,9 +149,9 @@ class Steps:
             self.speeds.begin_generation()
         # Anew on all ranks, so that their rows are of one length: one that was away may have made
         # fewer steps.
-        self.first_steps = self._looks_first
-        if self.first_steps is not None:
-            self.first_steps.begin_generation()
+        self.first_step_checks = self._generation_checks
+        if self.first_step_checks is not None:
+            self.first_step_checks.begin_generation()
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
@@ -228,18 +228,18 @@ class Steps:
         """
         number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
         self._begin_step(number)
-        with self.run.context.waits.step(number), span("step", step=number):
+        with self.run.context.activities.step(number), span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
             word = self._seed_torch(_IN_STEP, number)
-            # What a script draws before a step, and the step itself, share these streams: they take
-            # longer to seed than torch's.
+            # Python's and numpy's streams continue where `seed` has seeded them before the step:
+            # unlike torch's, they take long to seed.
             if self._seeded != number:
                 _seed_python(word)
             self._seeded = None
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
-            if self.first_steps is not None:
-                self.first_steps.begin(number)
+            if self.first_step_checks is not None:
+                self.first_step_checks.begin(number)
             with span("train"), self._replica.step(number, batch.weight, batch.global_count):
                 yield sums
             if self._replica.added_to_kept and self._checkpoints.saving:
@@ -279,10 +279,10 @@ class Steps:
         if self.speeds is not None and number >= self.speeds.due:
             times = self.speeds.times(batch)
         seen: Sequence[float] = ()
-        if self.first_steps is not None:
-            seen = self.first_steps.row(batch)
+        if self.first_step_checks is not None:
+            seen = self.first_step_checks.row(batch)
             if not seen:  # those steps are over
-                self.first_steps = None
+                self.first_step_checks = None
         outcome, self._continued = self._replica.stepped | self._continued, 0
         self._stepped[number] = outcome
         self.run.context.summaries.send(
@@ -319,10 +319,9 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        waits, number = self.run.context.waits, batch.number
         with (
-            waits.step(number),
-            self._replica.step(number, batch.weight, batch.global_count),
+            self.run.context.activities.step(batch.number),
+            self._replica.step(batch.number, batch.weight, batch.global_count),
         ):
             yield None
         self._continued ^= self._replica.stepped << STEPPED_BITS
@@ -483,8 +482,8 @@ class Steps:
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
             self._unobeyed.append(summary)
-            if summary.seen and self.first_steps is not None:
-                self.first_steps.receive(summary)
+            if summary.seen and self.first_step_checks is not None:
+                self.first_step_checks.receive(summary)
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
             if self._keeping:

@@ -35,7 +35,7 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
 
@@ -197,6 +197,16 @@ class RunFolder:
             with suppress(OSError):
                 self.path.rmdir()
         return last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the folder; where the start was refused, remove what it has made of it."""
+        if isinstance(error, ConfigError):
+            self.discard()
+        else:
+            self.close()
 
     def discard(self) -> None:
         """Close the folder of a start that was refused; remove what the start has made of it.

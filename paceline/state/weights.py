@@ -57,13 +57,13 @@ def save_epoch(folder: Path, name: str, model: nn.Module, *, best: bool) -> None
     Raises:
         CheckpointError: a file can't be written (disk, permissions).
     """
-    last, kept = weights_files(folder, name)
+    last, best_file = weights_files(folder, name)
     save_weights(last, model)
     if best:
         try:
-            link_atomically(last, kept)  # writing the next epoch's makes a new file
+            link_atomically(last, best_file)  # writing the next epoch's makes a new file
         except OSError as error:
-            raise _unwritten(kept, error) from error
+            raise _unwritten(best_file, error) from error
 
 
 def weights_files(folder: Path, name: str) -> tuple[Path, Path]:

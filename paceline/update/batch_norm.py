@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.communicator import Communicator
-from paceline.errors import ConfigError, many
+from paceline.errors import ConfigError, Message, many
 from paceline.update.first_order import final_gradients, require_plain_backward
 
 
@@ -50,6 +50,7 @@ class RunningStatistics:
     """Running statistics of a model as one flat tensor, excluding those of `SyncBatchNorm` layers.
 
     Attributes:
+        buffers: the model's, in their order in `flat`.
         flat: (values,) in the widest of their dtypes; None if the model has none.
     """
 
@@ -62,21 +63,16 @@ class RunningStatistics:
             if buffer is not None
         ]
         self._modules = [module for module, _ in owned]
-        self._buffers = [buffer for _, buffer in owned]
+        self.buffers = [buffer for _, buffer in owned]
         self._moving: Sequence[bool] = ()  # of each buffer: its module trained when it was packed
         self.flat: Tensor | None = None
-        if self._buffers:
-            self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The model's buffers, in their order in `flat`."""
-        return self._buffers
+        if self.buffers:
+            self.flat = torch.cat([buffer.detach().flatten() for buffer in self.buffers])
 
     def pack(self) -> None:
         """Copy the statistics of this rank."""
         if self.flat is not None:
-            torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
+            torch.cat([buffer.flatten() for buffer in self.buffers], out=self.flat)
             self._moving = [module.training for module in self._modules]
 
     @torch.no_grad()
@@ -84,16 +80,16 @@ class RunningStatistics:
         """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
         means = self._split(mean)
         if any(self._moving):
-            buffers = list(compress(self._buffers, self._moving))
+            buffers = list(compress(self.buffers, self._moving))
             torch._foreach_copy_(buffers, list(compress(means, self._moving)))
 
     @torch.no_grad()
     def replace(self, values: Tensor) -> None:
         """Copy values, (values,), into the model, those of frozen modules too."""
-        torch._foreach_copy_(self._buffers, self._split(values))
+        torch._foreach_copy_(self.buffers, self._split(values))
 
     def _split(self, values: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(values, [buffer.numel() for buffer in self._buffers])
+        return torch.split(values, [buffer.numel() for buffer in self.buffers])
 
 
 class BatchShare:
@@ -154,16 +150,18 @@ class LayerCommunicator:
         return self.sum(rows, operation)  # with zeros: exact
 
 
-def batch_norms(model: nn.Module, *, every: bool) -> list[str]:
+def batch_norms(model: nn.Module, *, every: bool, averaged: bool = False) -> list[str]:
     """Return the names of the BatchNorm layers that are to normalise by the global batch.
 
     Args:
         model: the model.
         every: all of them; otherwise those that are torch's `SyncBatchNorm`, which synchronises
             through torch's default group, and without one not at all.
+        averaged: the ranks' weights are averaged, so that there are no global batches.
 
     Raises:
-        ConfigError: such a layer computes something else too, or is of a part of the ranks only.
+        ConfigError: such a layer computes something else too, or is of a part of the ranks only, or
+            weights are averaged.
     """
     found = []
     for name, module in model.named_modules():
@@ -175,11 +173,16 @@ def batch_norms(model: nn.Module, *, every: bool) -> list[str]:
             continue
         plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
         if kind.forward not in plain:
+            leave = "" if synchronises else Message(", or leave out {--sync_bn}")
             raise ConfigError(
-                f"the model's {name} is of class {kind.__name__}, whose forward isn't BatchNorm's "
-                "alone, so it can't be synchronised: use torch's BatchNorm layers and "
-                "sync_bn=True, with an activation in a module of its own"
-                f"{'' if synchronises else ', or leave out sync_bn'}."
+                Message(
+                    "the model's {} is of class {}, whose forward computes more than BatchNorm's, "
+                    "so it can't be synchronised: use torch's BatchNorm and {--sync_bn}, with what "
+                    "else it computes in a module of its own{}.",
+                    name,
+                    kind.__name__,
+                    leave,
+                )
             )
         if getattr(module, "process_group", None) is not None:
             raise ConfigError(
@@ -187,18 +190,29 @@ def batch_norms(model: nn.Module, *, every: bool) -> list[str]:
                 "Paceline's layers synchronise all ranks: create it without process_group."
             )
         found.append(name or "the model")
+    if averaged and (every or found):
+        layer = Message("{--sync_bn} was given") if every else f"{found[0]} is a SyncBatchNorm"
+        remedy = "leave it out" if every else "make it a BatchNorm"
+        raise ConfigError(
+            Message(
+                "{}, but with {--sync} average workers exchange nothing within a step: {}. Running "
+                "statistics are averaged with the weights.",
+                layer,
+                remedy,
+            )
+        )
     return found
 
 
-def synchronised_note(names: Sequence[str]) -> str:
+def synchronised_note(names: Sequence[str]) -> Message:
     """Return the sentence for a model whose SyncBatchNorm layers are replaced.
 
     Args:
         names: the layers' names; at least one.
     """
     which = names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more layer')}"
-    return (
-        f"the model's SyncBatchNorm ({which}) normalises by the global batch, as with sync_bn=True."
+    return Message(
+        "the model's SyncBatchNorm ({}) normalises by the global batch, as with {--sync_bn}.", which
     )
 
 

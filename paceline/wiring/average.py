@@ -84,7 +84,7 @@ def average_weights(
             ),
             topology=topology,
             limits=context.limits,
-            waits=context.waits,
+            activities=context.activities,
             end_startup=context.end_startup,
             codec=codec,
             return_codec=return_codec(codec, len(topology.groups)),

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.train import TrainConfig
@@ -41,7 +41,7 @@ def make_run(
     store: Store,
     device: torch.device,
     link: MemberLink | None = None,
-    waits: PeerWaits = NO_PEERS,
+    activities: PeerActivities = NO_PEERS,
 ) -> Run:
     """Connect this worker with all others of its generation; collective.
 
@@ -52,14 +52,14 @@ def make_run(
         device: this worker's.
         link: interrupts a generation that loses a member, and has the store of later ones;
             without it, they use `store`, too.
-        waits: what the peers do, where there is no link.
+        activities: what the peers do, where there is no link.
 
     Raises:
         CommError: a rank didn't come in time.
     """
     limits = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
-        run = undo.enter_context(open_run(group, store, device, limits, link, waits))
+        run = undo.enter_context(open_run(group, store, device, limits, link, activities))
         if config.model.sync_bn:
             run.connect(GenerationContext.connect_layers)
         run.connect(partial(connect_exchange, device=device, sync=config.sync.sync))
@@ -73,7 +73,7 @@ def open_run(
     device: torch.device,
     limits: tuple[float, float],
     link: MemberLink | None = None,
-    waits: PeerWaits = NO_PEERS,
+    activities: PeerActivities = NO_PEERS,
 ) -> Run:
     """Connect all ranks of a start's first generation, and know how to in later ones; collective.
 
@@ -83,28 +83,28 @@ def open_run(
         device: this worker's.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         link: as of `make_run`.
-        waits: likewise.
+        activities: likewise.
 
     Raises:
         CommError: a rank didn't come in time.
     """
     token = group.generation.token
     if link is not None:
-        waits = link.waits
+        activities = link.activities
 
     def make_context(group: Group, limits: tuple[float, float]) -> GenerationContext:
         later = group.generation.token != token
         if later and link is not None:
-            link.meet(group)
+            link.await_members(group)
         place = link.store_of(group) if later and link is not None else store
-        connecting = partial(connect, store=place, limits=limits, waits=waits)
+        connecting = partial(connect, store=place, limits=limits, activities=activities)
         context = GenerationContext(
             group,
             partial(connecting, device=torch.device("cpu")),
             device=device,
             limits=limits,
             connect_gpus=partial(connecting, device=device),
-            waits=waits,
+            activities=activities,
         )
         if link is not None:
             link.attach(context)
@@ -124,7 +124,7 @@ def connect(
     store: Store,
     device: torch.device,
     limits: tuple[float, float],
-    waits: PeerWaits = NO_PEERS,
+    activities: PeerActivities = NO_PEERS,
 ) -> Communicator:
     """Connect the ranks of a group; collective, once a purpose.
 
@@ -134,7 +134,7 @@ def connect(
         store: where ranks find each other; the caller keeps a reference to it.
         device: where the tensors are that travel.
         limits: seconds to wait for the others, at the start and later.
-        waits: what the others do.
+        activities: what the others do.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -149,7 +149,7 @@ def connect(
         address=group.address,
         first_timeout=limits[0],
         timeout=limits[1],
-        waits=waits,
+        activities=activities,
     )
 
 

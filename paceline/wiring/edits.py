@@ -1,4 +1,4 @@
-"""Hyperparameters that were edited between two starts of a run: the edited ones win, and are said.
+"""Hyperparameters that were edited between two starts of a run: the edited ones win, with a note.
 
     the checkpoint's start was given    lr 0.1    momentum 0.9
     this start is given                 lr 0.1    momentum 0.8
@@ -15,7 +15,7 @@ group's `initial_lr` as its rate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,16 +36,12 @@ RESET = "reset_optimizer"
 """Its key: an earlier start of the run has begun the optimizers' state anew."""
 
 # What schedules and loss scalers change themselves; the rates follow the optimizer's.
-_PROGRESS = frozenset(
-    {
-        *("base_lrs", "_last_lr", "last_epoch", "_step_count", "T_cur", "best", "num_bad_epochs"),
-        *("cooldown_counter", "_growth_tracker", "_is_initial", "_get_lr_called_within_step"),
-        *("verbose", "optimizer"),
-    }
-)
-_CHANGED_LATER = frozenset(
-    {"T_i", "scale"}
-)  # given at first, so that only the entry `given` has them
+_PROGRESS = {
+    *("base_lrs", "_last_lr", "last_epoch", "_step_count", "T_cur", "best", "num_bad_epochs"),
+    *("cooldown_counter", "_growth_tracker", "_is_initial", "_get_lr_called_within_step"),
+    *("verbose", "optimizer"),
+}
+_CHANGED_LATER = {"T_i", "scale"}  # given at first, so that only the entry `given` has them
 _NAMES = frozenset({"params", "param_names"})
 # State that an option adds, and that the other state of a parameter lacks where it was off.
 _STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -53,7 +49,7 @@ _LONGEST = 80  # characters of a value in a sentence
 
 
 @dataclass(kw_only=True, eq=False)
-class Given:
+class GivenHyperparameters:
     """Registry of the hyperparameters that this start is given, before any schedule changes them.
 
     Attributes:
@@ -123,7 +119,7 @@ class Given:
             result[self.tracked_entry] = objects
         return result
 
-    def sentences(self, state: Mapping[str, Any]) -> list[str | Message]:
+    def notes(self, state: Mapping[str, Any]) -> list[str | Message]:
         """Return what a user must know of the difference between this start and a checkpoint's."""
         resets = self.resets(state)
         replaced: list[str] = []
@@ -131,17 +127,16 @@ class Given:
         saved = state.get(GIVEN)
         for entry, own in self.entries["optimizers"].items():
             of = "" if len(self._optimizers) == 1 else f"{entry}'s "
-            if entry in state and not resets:
-                known = self._known_groups(entry, state[entry], saved)
-                replaced += [of + text for text in _edited_options(known, own["groups"])]
+            known = self._known_groups(entry, state[entry], saved) if entry in state else []
+            for pair in zip(known, own["groups"], strict=False) if not resets else ():
+                replaced += [of + _replaced(*edit) for edit in _differences(*pair)]
         objects = state.get(self.tracked_entry, {}) if self.tracked_entry else state
         for name, own in self.entries["objects"].items():
             if name not in objects:
                 continue
             for key, before, now in _differences(self._known(name, objects[name], saved), own):
                 if _follows_edits(self._objects[name]):
-                    replaced.append(f"{name}'s {key} {_text(now)} replaces the checkpoint's ")
-                    replaced[-1] += _text(before)
+                    replaced.append(f"{name}'s {_replaced(key, before, now)}")
                 else:
                     ignored.append(f"{name}'s {key} stays {_text(before)}, not {_text(now)}")
         texts: list[str | Message] = []
@@ -150,7 +145,7 @@ class Given:
                 Message("the optimizer's state begins anew, because of {--reset_optimizer}.")
             )
         if replaced:
-            texts.append(f"{', '.join(replaced)}.")
+            texts.append(f"{', '.join(dict.fromkeys(replaced))}.")
         if ignored:
             texts.append(f"The state of tracked objects is the checkpoint's: {', '.join(ignored)}.")
         return texts
@@ -213,9 +208,8 @@ class Given:
     def _known(self, name: str, state: Any, saved: Mapping[str, Any] | None) -> Any:
         """Return what a checkpoint's start was given for an object."""
         if saved is None:
-            later = _PROGRESS | _CHANGED_LATER
-            known = _plain(state, later) if _follows_edits(self._objects[name]) else {}
-            return known
+            follows = _follows_edits(self._objects[name])
+            return _plain(state, _PROGRESS | _CHANGED_LATER) if follows else {}
         return saved["objects"].get(name, {})
 
     def _known_groups(
@@ -226,9 +220,9 @@ class Given:
             known: list[Mapping[str, Any]] = saved["optimizers"].get(entry, {}).get("groups", [])
             return known
         # Other optimizers change values in their groups, as do schedules that cycle momentum.
-        kept = type(self._optimizers[entry]).__module__.startswith("torch.optim.")
+        plain = type(self._optimizers[entry]).__module__.startswith("torch.optim.")
         groups: list[Mapping[str, Any]] = [
-            _given_options(group) if kept and "max_momentum" not in group else {}
+            _given_options(group) if plain and "max_momentum" not in group else {}
             for group in state["param_groups"]
         ]
         return groups
@@ -258,7 +252,7 @@ def require_options(name: str, optimizer: Optimizer) -> None:
 def edited_flags(saved: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
     """Return which flags replace those that a checkpoint was written with, and their values."""
     return [
-        f"--{name} {_text(value)} replaces the checkpoint's {_text(saved[name])}"
+        _replaced(f"--{name}", saved[name], value)
         for name, value in flags.items()
         if name in saved and _plain(saved[name]) != _plain(value)
     ]
@@ -310,24 +304,12 @@ def _completed(state: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[A
         needed = [name for option, name in _STATE_OF.items() if group.get(option)]
         for number in group["params"]:
             values = completed.get(number, {})
-            averages = [value for key, value in values.items() if key.endswith("avg_sq")]
-            averages += [value for key, value in values.items() if key == "square_avg"]
+            averages = [v for k, v in values.items() if k.endswith("avg_sq") or k == "square_avg"]
             missing = [name for name in needed if name not in values]
             if averages and missing:
                 zeros = {name: torch.zeros_like(averages[0]) for name in missing}
                 completed[number] = {**values, **zeros}
     return completed
-
-
-def _edited_options(before: list[Mapping[str, Any]], now: list[Mapping[str, Any]]) -> list[str]:
-    """Say which options of an optimizer's groups were edited; the same edit once."""
-    texts = []
-    for known, own in zip(before, now, strict=False):
-        for key, value in own.items():
-            if key in known and known[key] != value:
-                text = f"{key} {_text(value)} replaces the checkpoint's {_text(known[key])}"
-                texts.append(text)
-    return list(dict.fromkeys(texts))
 
 
 def _given_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,7 +331,7 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-def _plain(value: Any, leave_out: frozenset[str] = _NAMES) -> Any:
+def _plain(value: Any, leave_out: Set[str] = _NAMES) -> Any:
     """Return numbers, texts, and lists and mappings of them, as files have them."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else _UNKNOWN
@@ -422,7 +404,7 @@ def _schedules(schedule: Any) -> Iterator[Any]:
 
 
 def _follows_edits(tracked: Any) -> bool:
-    """Return whether an object's class is known, so that its state can be told from its options."""
+    """Return whether an object's class is known, so that its options can be found in its state."""
     return isinstance(tracked, LRScheduler | GradScaler)
 
 
@@ -436,6 +418,10 @@ def _like(live: Any, value: Any) -> Any:
     if isinstance(live, Tensor):
         return torch.full_like(live, value)
     return tuple(value) if isinstance(live, tuple) else value
+
+
+def _replaced(name: str, before: Any, now: Any) -> str:
+    return f"{name} {_text(now)} replaces the checkpoint's {_text(before)}"
 
 
 def _text(value: Any) -> str:

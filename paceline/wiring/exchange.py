@@ -96,7 +96,7 @@ def _notified(
         ),
         topology=Topology.of([1] * context.group.size) if alone else context.topology,
         limits=context.limits,
-        waits=context.waits,
+        activities=context.activities,
         end_startup=partial(_end_startup, context, links),
         codec=CODECS[config.wire],
         recorder=run.recorder,

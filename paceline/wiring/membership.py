@@ -36,7 +36,7 @@ from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.comm.peer_waits import PeerWaits
+from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import CheckpointError, CommError, Message, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
@@ -47,7 +47,7 @@ from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id
 from paceline.state.snapshots import SnapshotName
-from paceline.wiring.peer_line import expect_members
+from paceline.wiring.peer_line import connect_members
 
 _BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
 
@@ -130,7 +130,7 @@ def _connect(
 ) -> None:
     deadline = monotonic() + limit
     line = membership.line
-    expect_members(line, generation, member, store, limit)
+    connect_members(line, generation, member, store, limit)
     for machine in generation.machines:
         if store.check([supervisor_key(generation, machine)]):
             entry: dict[str, Any] = json.loads(store.get(supervisor_key(generation, machine)))
@@ -201,18 +201,18 @@ class MemberLink:
         self._membership.attach(context.group.generation, interrupt)
 
     @property
-    def waits(self) -> PeerWaits:
+    def activities(self) -> PeerActivities:
         """What the members do in steps and between them."""
         return self._membership.activities
 
-    def meet(self, group: Group) -> None:
+    def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it; collective.
 
         Raises:
             CommError: a member didn't come, or the generation has ended before.
             IdleTimeout: a member works outside a step for too long.
         """
-        self._membership.meet(group)
+        self._membership.await_members(group)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation."""

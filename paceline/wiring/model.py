@@ -76,14 +76,8 @@ def _synchronise(
     report: Callable[[str], object],
 ) -> nn.Module:
     every = config.model.sync_bn
-    names = batch_norms(model, every=every)
+    names = batch_norms(model, every=every, averaged=config.sync.sync == "average")
     if names and not every:
-        if config.sync.sync == "average":
-            raise ConfigError(
-                f"the model's {names[0]} is a SyncBatchNorm, but with --sync average workers "
-                "compute apart: make it a BatchNorm, whose running statistics are averaged with "
-                "the weights, or use another --sync."
-            )
         report(synchronised_note(names))
     return convert_sync_batchnorm(model, layers, share, every=every)
 

@@ -7,33 +7,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from time import monotonic
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.control_line.activities import Activities
-from paceline.cluster.membership.control_line.frame_kinds import DOING, control_secret
+from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY, control_secret
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.errors import Message
 
+_CONNECT_S = 5.0  # a line that can't be reached is no error: its rank's waits aren't extended
 
-class PeerLine:
+
+class _PeerLine:
     """Control line of one rank, by which it knows what the others do.
 
     Args:
         group: all ranks.
         options: limits of silence.
         report: prints a line.
-
-    Attributes:
-        line: the control line.
-        waits: what the ranks do.
     """
 
     def __init__(
@@ -46,20 +45,12 @@ class PeerLine:
             handler=self,
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
-        self._activities = Activities(
-            self.line,
-            group.generation,
-            group.member.id,
-            idle_timeout=options.idle_timeout,
-            peer_timeout=options.peer_timeout,
-            report=report,
-        )
-        self.waits: PeerWaits = self._activities
+        self.activities = Activities(self.line, group.generation, group.member.id, options, report)
 
     def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
         """Handle a frame."""
-        if kind == DOING:
-            self._activities.received(peer, body)
+        if kind == ACTIVITY:
+            self.activities.received(peer, body)
 
     def opened(self, peer: str) -> None:
         """Handle a connected peer."""
@@ -69,32 +60,25 @@ class PeerLine:
 
     def close(self) -> None:
         """Report that this rank has left the world, and close the line."""
-        self.waits.close()
+        self.activities.close()
         self.line.close()
-
-
-class NoLine:
-    """What stands for a line in a world of one rank."""
-
-    waits = NO_PEERS
-
-    def close(self) -> None:
-        """Close nothing."""
 
 
 def watch_peers(
     group: Group,
     store: Store,
+    resources: ExitStack,
     *,
     options: EvidenceOptions,
     limit: float,
     report: Callable[[Message], object] = print_message,
-) -> PeerLine | NoLine:
-    """Connect all ranks by control lines; collective.
+) -> PeerActivities:
+    """Connect all ranks by control lines; return what the ranks do. Collective.
 
     Args:
         group: all ranks, as this one sees them.
         store: the store of the start.
+        resources: closes this rank's line.
         options: limits of silence.
         limit: seconds to wait for the other ranks' addresses.
         report: prints a line.
@@ -103,23 +87,20 @@ def watch_peers(
         CommError: a rank didn't come in time.
     """
     if group.size == 1:
-        return NoLine()
-    peers = PeerLine(group, options, report)
-    try:
-        generation = group.generation
-        deadline = monotonic() + limit
-        expect_members(peers.line, generation, group.member, store, limit)
-        peers.line.wait_connected(
-            [one.id for one in generation.members],
-            max(0.0, min(_CONNECT_S, deadline - monotonic())),
-        )
-    except BaseException:
-        peers.close()
-        raise
-    return peers
+        return NO_PEERS
+    peers = _PeerLine(group, options, report)
+    resources.callback(peers.close)
+    generation = group.generation
+    deadline = monotonic() + limit
+    connect_members(peers.line, generation, group.member, store, limit)
+    peers.line.wait_connected(
+        [one.id for one in generation.members],
+        max(0.0, min(_CONNECT_S, deadline - monotonic())),
+    )
+    return peers.activities
 
 
-def expect_members(
+def connect_members(
     line: ControlLine, generation: Generation, member: Member, store: Store, limit: float
 ) -> None:
     """Let a control line connect to those of all members; collective.
@@ -140,12 +121,9 @@ def expect_members(
 
     def missing_text(missing: list[str]) -> str:
         names = ", ".join(generation.describe(keys[key]) for key in missing)
-        return f"{names} didn't open a control line within {limit:g} s."
+        return f"{names} didn't connect for heartbeats within {limit:g} s: check its output."
 
     await_keys(store, list(keys), limit, missing_text)
     for key, one in zip(keys, generation.members, strict=True):
         address, port = json.loads(store.get(key))
         line.expect(one.id, address, port)
-
-
-_CONNECT_S = 5.0  # a line that can't be reached is no error: its rank's waits aren't extended

@@ -33,7 +33,7 @@ from paceline.run.run import Run
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 from paceline.state.run_folder import record_generation, record_lineage
-from paceline.wiring.edits import GIVEN, RESET, Given, require_options
+from paceline.wiring.edits import GIVEN, RESET, GivenHyperparameters, require_options
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
 from paceline.wiring.search.machine_folders import (
     Candidate,
@@ -69,7 +69,7 @@ class Start:
     notes: tuple[str, ...] = ()
     ancestors: Lineage = ()
     totals: Totals | None = None
-    given: Given = field(default_factory=Given)
+    given: GivenHyperparameters = field(default_factory=GivenHyperparameters)
 
     @property
     def edited(self) -> Mapping[str, Any] | None:
@@ -204,7 +204,7 @@ def find_start(
     run.start_at(number, ancestors=start.ancestors, start=start.position.number)
     run.record_number = partial(_record, folder)
     run.record_number(run.context.group)
-    given = Given(reset_optimizer=output.reset_optimizer)
+    given = GivenHyperparameters(reset_optimizer=output.reset_optimizer)
     return replace(start, generation=number, totals=totals, given=given)
 
 

@@ -46,7 +46,7 @@ from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.decoding import Decoding
-from paceline.wiring.edits import GIVEN, Given, edited_flags
+from paceline.wiring.edits import GIVEN, GivenHyperparameters, edited_flags
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
@@ -182,7 +182,8 @@ def build_trainer(
             recorder.event(
                 "note",
                 text=f"--average_every {longest} is more than the {train.steps} steps of an epoch: "
-                "an epoch's evaluation and weights file are of the last merge, in an earlier one.",
+                "an epoch without a merge is evaluated and saved with the weights of the last "
+                f"merge before it. Give at most {train.steps} for a merge in each epoch.",
             )
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
@@ -284,7 +285,7 @@ def _snapshots_of(
 
 
 def edits_of(config: TrainConfig, start: Start) -> list[str]:
-    """Say which flags of the optimisation differ from those of the checkpoint, and replace them."""
+    """Return notes on flags of the optimisation that replace those of the checkpoint."""
     if start.state is None:
         return []
     flags = {k: v for k, v in asdict(config.optim).items() if k not in _NO_HYPERPARAMETERS}
@@ -296,7 +297,7 @@ def edits_of(config: TrainConfig, start: Start) -> list[str]:
 
 
 def make_writer(
-    config: TrainConfig, folder: Path, source: Source, given: Given
+    config: TrainConfig, folder: Path, source: Source, given: GivenHyperparameters
 ) -> CheckpointWriter:
     """Make what writes checkpoints, with the data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)

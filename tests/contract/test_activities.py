@@ -20,8 +20,9 @@ from paceline.cluster.membership.control_line.activities import (
     Activity,
 )
 from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
-from paceline.comm.peer_waits import PeerWait, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import LOOK_S, NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import ConfigError, IdleTimeout, Message
 from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.worlds import world_of
@@ -47,16 +48,15 @@ class Rank:
             self.line,
             generation,
             member.id,
-            idle_timeout=IDLE,
-            peer_timeout=10.0,
-            report=self.print,
+            EvidenceOptions(peer_timeout=10.0, timeout=60.0, idle_timeout=IDLE),
+            self.print,
         )
 
     def print(self, message: Message) -> None:
         self.lines.append(str(message))
 
     def received(self, peer: str, kind: str, body: dict[str, Any], bulk: bytes | bytearray) -> None:
-        assert kind == module.DOING
+        assert kind == module.ACTIVITY
         self.activities.received(peer, body)
 
     def opened(self, peer: str) -> None:
@@ -65,13 +65,13 @@ class Rank:
     def closed(self, peer: str, reason: str) -> None:
         pass
 
-    def sees(self, other: Rank, doing: int) -> bool:
-        return self.line.said(other.id) == doing
+    def sees(self, other: Rank, state: int) -> bool:
+        return self.line.carried(other.id) == state
 
     def knows(self, other: Rank) -> bool:
         """Whether it has the present activity of another rank, wherever that stands."""
         known = self.activities._others.get(other.id, Activity(steps=-1))
-        return replace(known, place="") == replace(other.activities.own(), place="")
+        return replace(known, script_line="") == replace(other.activities.own(), script_line="")
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_beats_say_what_a_rank_does(ranks: list[Rank]) -> None:
         wait_until(lambda: second.sees(first, STEP))
         assert set(second.activities.busy()) == {ranks[2].id}
     wait_until(lambda: second.sees(first, WORKING))
-    wait = first.activities.begin("a sum")
+    assert first.activities.begin_waiting()
     wait_until(lambda: second.sees(first, WAITING))
-    wait.end()
+    first.activities.end_waiting()
     wait_until(lambda: second.sees(first, WORKING))
 
 
@@ -107,9 +107,8 @@ def test_only_the_training_thread_waits_for_its_rank(ranks: list[Rank]) -> None:
     found: list[int] = []
 
     def begin() -> None:
-        wait = first.activities.begin("a sum in the background")
-        found.append(first.activities.own().doing)
-        wait.end()
+        assert not first.activities.begin_waiting()
+        found.append(first.activities.own().state)
 
     thread = threading.Thread(target=begin)
     thread.start()
@@ -127,13 +126,15 @@ def test_the_first_rank_that_waits_names_a_busy_one_once(
     with ExitStack() as stack:
         for one in waiting:
             stack.enter_context(one.activities.step(7))
-        waits = [one.activities.begin("bucket 0 in step 7") for one in waiting]
         for one in waiting:
             wait_until(lambda one=one: one.knows(busy))  # type: ignore[misc]
             wait_until(lambda: waiting[0].sees(waiting[1], STEP))
             wait_until(lambda: waiting[1].sees(waiting[0], STEP))
-        assert all(wait.look() > 0 for wait in waits)
-        assert all(wait.look() > 0 for wait in waits)
+        for one in waiting:
+            busy = {}
+            for _ in range(2):
+                assert one.activities.look("bucket 0 in step 7", busy, 1.0) > 0
+            assert busy == {ranks[0].id: 2.0}
     assert not waiting[1].lines
     (line,) = waiting[0].lines
     assert re.fullmatch(
@@ -150,21 +151,20 @@ def test_a_rank_that_is_busy_for_too_long_ends_the_wait(
     busy, second, third = ranks
     with second.activities.step(1), third.activities.step(1):
         wait_until(lambda: second.sees(third, STEP))
-        wait = second.activities.begin("bucket 0 in step 1")
-        assert wait.look() > 0
+        seconds: dict[str, float] = {}
+        assert second.activities.look("bucket 0 in step 1", seconds, 1.0) > 0
         second.activities.longest = 0.5
         with pytest.raises(IdleTimeout, match=r"rank 0 .* has worked outside a step for \d+ s"):
-            wait.look()
-        wait.end()
-    assert busy.id
+            second.activities.look("bucket 0 in step 1", seconds, 1.0)
+    assert list(seconds) == [busy.id]
 
 
 @pytest.mark.parametrize(
     ("instead", "said"),
     [
-        ("step", "which is in step 4"),
-        ("call", r"which is in world\.merge\(\)"),
-        ("end", "which has ended its world"),
+        ("step", "is in step 4"),
+        ("call", r"is in world\.merge\(\)"),
+        ("end", "has closed its world"),
     ],
 )
 def test_a_peer_that_does_something_else_is_named(
@@ -185,11 +185,9 @@ def test_a_peer_that_does_something_else_is_named(
         wait_until(lambda: first.knows(second))
         wait_until(lambda: first.knows(third))
         with first.activities.call("world.total()"):
-            wait = first.activities.begin("world.total()")
-            text = rf"^world\.total\(\) was called on rank 0 and not on rank 1, {said}: all ranks"
+            text = rf"^rank 0 waits in world\.total\(\), but rank 1 {said}: all ranks"
             with pytest.raises(ConfigError, match=text):
-                wait.look()
-            wait.end()
+                first.activities.look("world.total()", {}, 1.0)
 
 
 def test_a_peer_that_has_made_the_call_or_may_still_make_it_is_waited_for(
@@ -201,31 +199,22 @@ def test_a_peer_that_has_made_the_call_or_may_still_make_it_is_waited_for(
     with second.activities.step(0), first.activities.call("world.total()"):  # it has made it
         wait_until(lambda: first.knows(second))
         wait_until(lambda: first.knows(third))
-        wait = first.activities.begin("world.total()")
-        wait.look()
-        wait.end()
+        first.activities.look("world.total()", {}, 1.0)
 
 
-class Busy(PeerWait):
-    """A wait in which a peer works outside a step for some seconds, by its own clock."""
+class BusyPeers(PeerActivities):
+    """Peers of which one works outside a step for 100 s of each wait, by its own clock."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def look(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-class BusyPeers(PeerWaits):
-    def begin(self, operation: str) -> PeerWait:
-        return Busy(100.0)
+    def look(self, operation: str, busy: dict[str, float], passed: float) -> float:
+        before = busy.get("a", 0.0)
+        busy["a"] = 100.0
+        return 100.0 - before
 
 
 def test_a_limit_counts_no_time_in_which_a_peer_works_outside_a_step() -> None:
-    assert WaitLimit(0.0, PeerWaits(), "a sum").look()
+    assert WaitLimit(0.0, NO_PEERS, "a sum").look()
     limit = WaitLimit(0.0, BusyPeers(), "a sum")
     assert not limit.look()
-    assert limit.slice(1.0) == 1.0
+    assert limit.slice() == LOOK_S
     assert 99 < limit.slice(200.0) < 100
     assert WaitLimit(0.0, BusyPeers(), "a sum", extends=False).look()

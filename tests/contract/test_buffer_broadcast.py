@@ -226,8 +226,8 @@ def test_of_large_buffers_those_are_broadcast_that_the_first_step_changes(
     sent: list[int] = []
     pack = buffer_broadcast._pack
 
-    def counted(tensors: list[Tensor]) -> Tensor:
-        flat = pack(tensors)
+    def counted(tensors: list[Tensor], layout: Any) -> Tensor:
+        flat = pack(tensors, layout)
         sent.append(flat.numel())
         return flat
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.codecs.codecs import CODECS
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.reduce.exchange import Timeout
+from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange

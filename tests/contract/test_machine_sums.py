@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
+from paceline.comm.peer_activities import Timeout
 from paceline.errors import CommTimeout
 from paceline.reduce import machine_sums
-from paceline.reduce.exchange import Timeout
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange

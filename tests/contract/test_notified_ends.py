@@ -22,9 +22,9 @@ from paceline.algorithms.open_exchange import PutOptions
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import ShardOptimizer

@@ -67,7 +67,7 @@ def least_of(make_model: Callable[[], nn.Module], order: Order, ranks: int) -> l
         small = SmallSlices(run_of(c), position, REMEDIES)
         with small.in_step([model], order, 4):
             model(torch.randn(4, 12))
-        return small.least
+        return small.min_slice
 
     return run_ranks(ranks, run)
 
@@ -104,7 +104,7 @@ def test_a_layer_that_one_rank_alone_has_used_decides_for_all() -> None:
         with small.in_step([model], Order(size=19, batch_size=8), 4):
             if c.rank == 1:
                 model(torch.randn(4, 12))
-        return small.least
+        return small.min_slice
 
     assert run_ranks(2, run) == [2, 2]
 

@@ -82,7 +82,7 @@ class Rank:
             value_count=2,
             device=cpu,
             snapshots=snapshots,
-            first_steps=options.get("first_steps"),
+            first_step_checks=options.get("first_step_checks"),
         )
 
     def place(self, number: int) -> BatchSlice:
@@ -134,13 +134,13 @@ def test_the_first_steps_of_each_generation_are_looked_at(tmp_path: Path) -> Non
     """On all ranks, or their summaries would be of unequal length."""
 
     def work(communicator: Communicator) -> list[bool]:
-        rank, looks = Rank(communicator, tmp_path, first_steps=Looked()), []
+        rank, looks = Rank(communicator, tmp_path, first_step_checks=Looked()), []
         for number in range(8):
             if number == 5:
                 rank.steps.end_steps()
                 rank.steps.begin_generation(saved=False)
             rank.train(number)
-            looks.append(rank.steps.first_steps is not None)
+            looks.append(rank.steps.first_step_checks is not None)
         return looks
 
     assert run_ranks(2, work) == [[True, True, False, False, False, True, True, False]] * 2

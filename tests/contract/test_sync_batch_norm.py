@@ -314,11 +314,11 @@ def test_torchs_own_layers_are_found_and_replaced_without_the_argument() -> None
 @pytest.mark.parametrize(
     ("layer", "every", "sentence"),
     [
-        (ActivatedBatchNorm(4), True, "0 is of class ActivatedBatchNorm.*or leave out sync_bn"),
+        (ActivatedBatchNorm(4), True, "0 is of class ActivatedBatchNorm.*or leave out --sync_bn"),
         (
             NaiveSyncBatchNorm(4),
             False,
-            "0 is of class NaiveSync.*sync_bn=True, with an act",
+            "0 is of class NaiveSync.*--sync_bn, with what",
         ),
     ],
 )

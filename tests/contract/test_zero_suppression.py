@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from paceline.algorithms.sharded import make_sharded
 from paceline.codecs.codecs import CODECS
 from paceline.comm.inprocess.window import WindowGroup
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import Source, WindowWrapper, bytes_of
-from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.large_batch import State, Training

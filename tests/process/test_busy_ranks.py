@@ -110,7 +110,7 @@ def test_a_call_that_only_rank_0_makes_is_named(
     """Under the default timeouts, which are longer than the test's limit."""
     ended = run_by(launcher, *SCRIPT, how, folder=tmp_path)
     assert ended.status in (1, 2), ended.text
-    said = re.escape(f"{call} was called on rank 0 and not on rank 1, which ")
+    said = re.escape(f"rank 0 waits in {call}, but rank 1 ")
     assert re.search(said, ended.text), ended.text
     if launcher == "paceline":
         assert ended.status == 2

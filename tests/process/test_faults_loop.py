@@ -87,7 +87,7 @@ def test_a_loss_in_a_scripts_own_evaluation_is_survived_and_its_sums_are_said_to
     ended = launch(tmp_path, 3, "totals", moment)
     assert ended.status == 0, ended.text
     assert ended.text.count(" as generation ") == 1
-    lacks = "world.total() after this loss: it lacks what the lost rank had added up by itself"
+    lacks = "world.total() is made by the remaining ranks: what only the lost rank had"
     assert ended.text.count(lacks) == 1
     assert "Traceback" not in ended.text
     requires_exact(tmp_path / "runs" / "totals")

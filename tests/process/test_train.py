@@ -191,9 +191,9 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
         first, second = (machine.wait() for machine in machines)
     assert first.status == second.status == 0, first.text + second.text
     assert "2 CPU workers instead" in first.text
-    assert "Training on machine 1 (resnet20, 2 epochs); machine 0 shows more." in second.text
+    assert "Training on machine 1 (resnet20, 2 epochs); machine 0 shows the steps." in second.text
     assert "epoch 2/2: loss " in second.text
-    assert "machine 0 shows more" not in first.text
+    assert "machine 0 shows the steps" not in first.text
     assert "4 workers on 2 machines" in first.text
 
     rows = rows_of(tmp_path / "out0" / "r")

@@ -102,7 +102,7 @@ def test_ranks_compare_their_versions_and_their_arguments_of_join(
         facts: dict[str, str],
         *,
         timeout: float,
-        waits: object,
+        activities: object,
     ) -> None:
         compared[subject] = facts
 
@@ -674,7 +674,7 @@ def test_tracking_a_name_twice_or_too_late(world: World, model: nn.Module) -> No
 
 def test_what_exchanges_in_each_step_is_refused_where_weights_are_averaged(world: World) -> None:
     model = network()
-    with pytest.raises(ConfigError, match=r"^sync_bn was given with sync=\"average\""):
+    with pytest.raises(ConfigError, match=r"^sync_bn was given, but with sync average"):
         paceline.parallelize(model, sgd(model), world, sync="average", sync_bn=True)
 
 
@@ -689,7 +689,7 @@ def test_torchs_sync_batch_norm_becomes_ours_with_a_line(
 
 def test_torchs_sync_batch_norm_with_averaging(world: World) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
-    with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm with sync=\"average\""):
+    with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm, but with sync average"):
         paceline.parallelize(model, sgd(model), world, sync="average")
 
 

@@ -57,10 +57,10 @@ def test_torchs_own_layers_are_replaced_without_the_flag_and_with_a_line() -> No
     model = build.make_model(config, CPU, lambda: layers, BatchShare(), notes.append)
     assert kinds(model) == {SyncBatchNorm}
     assert notes == [
-        "the model's SyncBatchNorm (1) normalises by the global batch, as with sync_bn=True."
+        "the model's SyncBatchNorm (1) normalises by the global batch, as with --sync_bn."
     ]
     config = config_of("--model", "tests.unit.test_build_model:synchronised", "--sync", "average")
-    with pytest.raises(ConfigError, match=r"model's 1 is a SyncBatchNorm, but with --sync average"):
+    with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm, but with --sync average"):
         build.make_model(config, CPU, lambda: layers, BatchShare())
 
 

@@ -178,7 +178,7 @@ def test_a_machine_without_the_leader_shows_a_line_an_epoch() -> None:
     console.event("end", best=0.5, best_epoch=0, weights=[])
     console.close()
     assert file.getvalue().splitlines() == [
-        "Training on machine 1 (resnet20, 3 epochs); machine 0 shows more.",
+        "Training on machine 1 (resnet20, 3 epochs); machine 0 shows the steps.",
         "epoch 1/3: loss 1.500, accuracy 25.0%, test accuracy 50.00%, top-5 75.00%",
         "Finished.",
     ]

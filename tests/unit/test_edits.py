@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 import paceline
 from paceline import ConfigError
-from paceline.wiring.edits import GIVEN, Given
+from paceline.wiring.edits import GIVEN, GivenHyperparameters
 from tests.harness.library.small_training import BATCH, loss_of, network, samples
 
 STEPS, PER_EPOCH = 5, 5
@@ -38,7 +38,7 @@ class Start:
     ) -> None:
         self.model = nn.Linear(3, 2)
         self.optimizer = make(self.model.parameters())
-        self.given = Given(reset_optimizer=reset, tracked_entry="tracked")
+        self.given = GivenHyperparameters(reset_optimizer=reset, tracked_entry="tracked")
         self.given.add_optimizer("optimizer", self.optimizer)
         saved = checkpoint or {}
         if checkpoint is not None:
@@ -50,7 +50,7 @@ class Start:
                 edited = self.given.edited(saved)
                 self.schedule.load_state_dict(edited["tracked"]["schedule"])
                 self.optimizer.load_state_dict(edited["optimizer"])
-        self.said = [str(text) for text in self.given.sentences(saved)]
+        self.said = [str(text) for text in self.given.notes(saved)]
 
     @property
     def group(self) -> dict[str, Any]:

@@ -114,6 +114,8 @@ def test_what_a_meter_refuses() -> None:
                 meter.add(total=1)
                 with pytest.raises(ConfigError, match=r"got samples=, but the meter has the sums"):
                     meter.add(samples=1)
+                with pytest.raises(ConfigError, match=r"total= of type str: pass a number"):
+                    meter.add(total="high")  # type: ignore[arg-type]
                 with pytest.raises(ConfigError, match=r"of shape \(2,\): pass a number"):
                     meter.add(total=torch.ones(2))
                 with pytest.raises(ConfigError, match="was called inside a step"):
@@ -132,6 +134,6 @@ def test_what_a_meter_refuses() -> None:
         for (x,) in loop.loader:
             with loop.world.step():
                 loop.update(x)
-                with pytest.raises(ConfigError, match="the meter was made after the first one"):
+                with pytest.raises(ConfigError, match="the meter was made after the first step"):
                     last.add(total=1)
             break

@@ -11,6 +11,7 @@ import torch
 from paceline.comm.communicator import Communicator
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.inprocess.communicator import ThreadGroup
+from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout, PeerLost
 from paceline.run.step_summary import StepSummaries, StepSummary
@@ -121,7 +122,7 @@ def test_a_device_that_hangs_is_an_error_within_the_limit() -> None:
     copy = HostCopy(torch.zeros(1))
     copy._event = Hanging()
     with pytest.raises(CommTimeout) as error:
-        copy.values(0.01, "the sums of step 3")
+        copy.values(WaitLimit(0.01, NO_PEERS, "the sums of step 3"))
     assert str(error.value) == (
         "a GPU hasn't computed the sums of step 3 after 0.01 s: it hangs, or needs a longer "
         "--timeout (--first_iter_timeout at the start)."

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paceline
 from paceline import wiring
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.peer_waits import WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.run import step_summary
 from tests.harness.processes.worlds import run_of
 from tests.unit.test_wiring import config_of
@@ -89,7 +89,7 @@ class CountedCopy:
     def __init__(self, waits: Waits, tensor: Tensor) -> None:
         self._waits, self._size = waits, tensor.numel()
 
-    def values(self, limit: float, operation: str, wait: WaitLimit) -> list[float]:
+    def values(self, limit: WaitLimit) -> list[float]:
         self._waits.reads += 1
         return [1.0] * self._size
 
@@ -193,4 +193,4 @@ def test_the_one_class_copies_what_may_be_written_at_once() -> None:
     values = torch.tensor([1.0, 2.0], dtype=torch.float64)
     copy = HostCopy(values)
     values.zero_()
-    assert copy.values(1.0, "the values") == [1.0, 2.0]
+    assert copy.values(WaitLimit(1.0, NO_PEERS, "the values")) == [1.0, 2.0]

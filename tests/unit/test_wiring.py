@@ -314,9 +314,9 @@ def test_timeouts_reach_the_connections() -> None:
     def on_rank(own: Communicator) -> list[float]:
         with build.make_run(config, world_of((2,), own.rank), store, torch.device("cpu")) as run:
             communicator: Any = run.context.communicator
-            limits = [communicator._limit.total_seconds()]
+            limits = [communicator.timeout.seconds]
             run.context.end_startup()
-            return [*limits, communicator._limit.total_seconds()]
+            return [*limits, communicator.timeout.seconds]
 
     assert run_ranks(2, on_rank) == [[7, 3]] * 2
 

@@ -51,7 +51,6 @@ class Evaluation:
     ) -> None:
         self._loop, self._run, self._mapped, self._order = loop, run, mapped, order
         self._note = note
-        self._place = 0
         self._done = np.zeros(order.samples, dtype=np.int64)  # 1: this rank has evaluated it
 
     def batches(self) -> Iterator[Any]:
@@ -61,29 +60,19 @@ class Evaluation:
             ConfigError: a step is active, or another rank makes another call or has other data.
             CommError: a peer is lost, and the others can't continue from here, or it is silent.
         """
-        with self._run.context.waits.call(_CALL):
-            begun = self._loop.begin_evaluation(_CALL)
-        if begun is None:
-            yield from self._void_batches()
-            return
-        self._place, begins = begun
+        with self._run.context.activities.call(_CALL):
+            end, begins = self._loop.begin_evaluation(_CALL)
         with self._loop.meters.evaluate():
             for place, batch in self._mapped.epoch(0) if begins else ():
                 if place.count:
                     self._note(place.step, place.count)
                     yield batch
                     self._done[place.first : place.last] = 1
-            while (missing := self._ended()).size:
+            if end is None:  # the loop goes back, and repeats this evaluation
+                self._loop.meters.merged = True
+                return
+            while (missing := self._missing(end)).size:
                 yield from self._batches_of(self._part(missing))
-
-    def _void_batches(self) -> Iterator[Any]:
-        """Yield this rank's batches of an evaluation that the loop goes back from, and repeats."""
-        with self._loop.meters.evaluate():
-            for place, batch in self._mapped.epoch(0):
-                if place.count:
-                    self._note(place.step, place.count)
-                    yield batch
-        self._loop.meters.merged = True
 
     def _batches_of(self, positions: Indices) -> Iterator[Any]:
         size = -(-self._order.batch_size // self._run.rank_and_size()[1])
@@ -99,35 +88,34 @@ class Evaluation:
         rank, world_size = self._run.rank_and_size()
         return np.array_split(missing, world_size)[rank]
 
-    def _ended(self) -> Indices:
-        """Return what is missing, within a call that all ranks make; collective."""
-        with self._run.context.waits.call(f"the end of {_CALL}"):
-            return self._missing()
-
-    def _missing(self) -> Indices:
+    def _missing(self, end: int) -> Indices:
         """Return the positions that no rank of this generation has evaluated; collective.
 
         Where none is missing, the meters' sums are those of all ranks.
+
+        Args:
+            end: the place of the evaluation's end.
         """
         rollback = self._loop.rollback
         meters = self._loop.meters
-        while rollback.reach(self._place):
-            try:
-                communicator, done = self._run.context.communicator, torch.from_numpy(self._done)
-                form = f"{len(done)} samples"
-                remedy = "pass loaders of the same data set"
-                require_same_call(communicator, _CALL, form, _WHAT, remedy=remedy)
-                everywhere = total(communicator, done, _WHAT)
-                missing = np.flatnonzero(everywhere.numpy() == 0)
-                if not missing.size:
-                    meters.merge(gather_bytes(communicator, meters.pack(), _WHAT))
-                    merged = torch.frombuffer(bytearray(meters.pack()), dtype=torch.uint8)
-                    rollback.outcome = Outcome(self._place, merged)
-                return missing
-            except CommError as error:
-                rollback.require_here(error)
+        with self._run.context.activities.call(f"the end of {_CALL}"):
+            while rollback.reach(end):
+                try:
+                    communicator = self._run.context.communicator
+                    form = f"{len(self._done)} samples"
+                    remedy = "pass loaders of the same data set"
+                    require_same_call(communicator, _CALL, form, _WHAT, remedy=remedy)
+                    everywhere = total(communicator, torch.from_numpy(self._done), _WHAT)
+                    missing = np.flatnonzero(everywhere.numpy() == 0)
+                    if not missing.size:
+                        meters.merge(gather_bytes(communicator, meters.pack(), _WHAT))
+                        merged = torch.frombuffer(bytearray(meters.pack()), dtype=torch.uint8)
+                        rollback.outcome = Outcome(end, merged)
+                    return missing
+                except CommError as error:
+                    rollback.require_here(error)
         outcome = rollback.outcome  # another rank knows that none is missing
         assert outcome is not None
-        assert outcome.place == self._place
+        assert outcome.place == end
         meters.merge([outcome.value.numpy().tobytes()])
         return np.empty(0, dtype=np.int64)

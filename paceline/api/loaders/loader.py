@@ -21,7 +21,7 @@ from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoade
 from paceline.api.world import World
 from paceline.comm.communicator import gather_bytes
 from paceline.data.batch_count import samples_in
-from paceline.data.drawn_order import DrawnOrder, Draws, WeightedSampler
+from paceline.data.drawn_order import DrawnOrder, SamplerDraws, WeightedSampler
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
@@ -110,7 +110,7 @@ class Loader(CurrentBatch):
         with meters.evaluate():
             yield from self._evaluation_batches()
         if meters.count:
-            with context.waits.call("the end of world.evaluation()"):
+            with context.activities.call("the end of world.evaluation()"):
                 what = "the end of world.evaluation(), which all ranks must reach"
                 meters.merge(gather_bytes(context.communicator, meters.pack(), what))
 
@@ -217,8 +217,8 @@ def loader(
             can't be used, or the ranks or the checkpoint have other values.
         CommError: a peer is silent.
     """
-    waits = world._run.context.waits
-    with errors_name_arguments(), waits.call("paceline.loader()"):
+    activities = world._run.context.activities
+    with errors_name_arguments(), activities.call("paceline.loader()"):
         world._end.require_open("paceline.loader()")
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")
@@ -246,7 +246,7 @@ def loader(
         shuffled = train if shuffle is None else shuffle
         if weights is not None:
             sampler = WeightedSampler(weights, size)
-        draws = None if sampler is None else Draws(sampler, size, chosen_seed)
+        draws = None if sampler is None else SamplerDraws(sampler, size, chosen_seed)
         facts = {
             "the data set's length": size,
             "batch_size": batch_size,
@@ -282,7 +282,7 @@ def loader(
             order,
             rank_and_size=world._run.rank_and_size,
             shares=loop.shares if train else lambda number: loop.present_shares(),
-            least=(lambda: loop.least) if train else lambda: 1,
+            min_slice=(lambda: loop.min_slice) if train else lambda: 1,
             num_workers=num_workers,
             collate=collate_fn,
             pin_memory=pin_memory,
@@ -320,7 +320,7 @@ def _check_sampler(
         )
 
 
-def _draw_first(draws: Draws, world: World, *, train: bool) -> int:
+def _draw_first(draws: SamplerDraws, world: World, *, train: bool) -> int:
     """Draw the epoch in which the run is, unless the checkpoint has it; return its length.
 
     Collective.

@@ -78,7 +78,7 @@ class MemberEvidence:
         step: the step in which it is, by its last report of progress; 0 until it has completed a
             step of the generation, which may take long.
         progress_at: when that report came.
-        outside_at: when its heartbeats last said that it works outside a step.
+        outside_at: when its heartbeats last carried that it works outside a step.
         exited: how it exited, such as "exited with signal 9 (SIGKILL)"; None without a report.
         closed_at: when its last connection ended; None while it is connected.
         received_by: the ids of the members whose latest reports say that its heartbeats come.

@@ -188,7 +188,7 @@ class MemberWatch:
 
         Args:
             silences: for each connected peer, the seconds since its last heartbeat.
-            working: the peers whose last heartbeat says that they work outside a step.
+            working: the peers whose last heartbeat carries that they work outside a step.
         """
         now = time.monotonic()
         if now - self._observer.judged_at > self._options.peer_timeout:

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from random import SystemRandom
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
 from paceline.cluster.membership.ballots.vote import Vote
 from paceline.cluster.membership.control_line.activities import Activities
 from paceline.cluster.membership.control_line.frame_kinds import (
-    DOING,
+    ACTIVITY,
     END,
     EXITED,
     LEAVING,
@@ -59,7 +59,7 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
-from paceline.comm.peer_waits import WaitLimit
+from paceline.comm.peer_activities import WaitLimit
 from paceline.errors import CommError, CommTimeout, Message, PeerLost, many
 
 _JUDGE_S = 0.5  # between two judgments of the evidence, unless the peer timeout is short
@@ -69,7 +69,7 @@ _PROGRESS_SHARE = 0.25  # of the peer timeout
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
-_MEET_S = 0.005  # between two looks whether all have come to a generation
+_ENTRY_POLL_S = 0.005  # between two looks whether all have come to a generation
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -123,14 +123,7 @@ class Membership:
             tcp_timeout=max(60.0, 2 * options.peer_timeout),
         )
         self._acceptors.connect(self.line)
-        self.activities = Activities(
-            self.line,
-            generation,
-            member.id,
-            idle_timeout=options.idle_timeout,
-            peer_timeout=options.peer_timeout,
-            report=report,
-        )
+        self.activities = Activities(self.line, generation, member.id, options, report)
 
     @property
     def id(self) -> str:
@@ -162,7 +155,7 @@ class Membership:
         """Let the loss of a member interrupt a generation's waits, at once where it is known."""
         self._waits.attach(generation, interrupt)
 
-    def meet(self, group: Group) -> None:
+    def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it.
 
         Raises:
@@ -172,23 +165,25 @@ class Membership:
         """
         generation = group.generation
         self.activities.enter(generation)
-        limit = WaitLimit(self._options.timeout, self.activities, "the next generation")
-        try:
+        timeout = self._options.timeout
+        with WaitLimit(timeout, self.activities, "the next generation") as limit:
             while absent := self.activities.absent():
                 if self._waits.has_ended(generation):
-                    raise PeerLost(f"Generation {generation.number} has ended before all came.")
+                    raise PeerLost(
+                        f"Generation {generation.number} has ended before all its ranks entered it."
+                    )
                 if limit.look():
                     names = ", ".join(str(generation.name_of(member)) for member in absent)
                     raise CommTimeout(
                         Message(
-                            "{} didn't come to the next generation within {:g} s ({--timeout}).",
+                            "after a loss, {} didn't enter generation {} within {:g} s "
+                            "({--timeout}): check its output.",
                             names,
-                            self._options.timeout,
+                            generation.number,
+                            timeout,
                         )
                     )
-                time.sleep(_MEET_S)
-        finally:
-            limit.end()
+                time.sleep(_ENTRY_POLL_S)
 
     def store_of(self, group: Group) -> Store:
         """Return the store of a later generation; it serves until the generation ends."""
@@ -315,7 +310,7 @@ class Membership:
             elif kind == SUSPECTED and body["generation"] == self._generation.id:
                 self._watch.reported(peer, body["members"], body["reasons"])
                 self._judge_once()
-            elif kind == DOING:
+            elif kind == ACTIVITY:
                 self.activities.received(peer, body)
             elif kind == LEAVING:
                 self._watch.leavers.add(peer)
@@ -447,7 +442,7 @@ class Membership:
         own = first == self._member.id
         if self._watch.suspicions:
             delay = 0.0
-        self._vote.propose_in(delay if own else delay + _TURN_S * SystemRandom().uniform(1, 2))
+        self._vote.propose_in(delay if own else delay + _TURN_S * jitter(1, 2))
 
     def _end(self, peer: str, body: dict[str, Any]) -> None:
         """Take part in the run's end, and pass the request on to this machine's supervisor.

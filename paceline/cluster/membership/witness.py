@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from random import SystemRandom
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.jitter import jitter
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line
 from paceline.errors import CommError
@@ -122,7 +122,7 @@ class Witness:
                 if self._store.server_id() != nonce.partition("-")[2]:
                     raise self._missing("its server was restarted")
                 return result
-            time.sleep(SystemRandom().uniform(0, 0.002))
+            time.sleep(jitter(0, 0.002))
 
     def _compare_set(self, old: bytes, new: str) -> bool:
         """Replace the value; the tag in it tells whether this call did."""

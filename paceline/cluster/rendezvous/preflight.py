@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.stores.waiting import await_keys
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.version import VERSION
@@ -44,7 +44,7 @@ def compare(
     facts: Mapping[str, str],
     *,
     timeout: float,
-    waits: PeerWaits = NO_PEERS,
+    activities: PeerActivities = NO_PEERS,
 ) -> None:
     """Require the same facts of all ranks; collective, once a subject.
 
@@ -54,7 +54,7 @@ def compare(
         subject: what the facts are about.
         facts: names and short texts; a name that a rank doesn't have counts as "missing".
         timeout: seconds to wait for the others.
-        waits: what the others do.
+        activities: what the others do.
 
     Raises:
         ConfigError: two ranks differ; names the fact and both values; or a rank makes another call.
@@ -76,7 +76,7 @@ def compare(
         advice = "check its output" + (calls if subject.startswith("loader ") else "")
         return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
-    await_keys(store, keys, timeout, make_timeout_message, waits)
+    await_keys(store, keys, timeout, make_timeout_message, activities)
     digests = store.multi_get(keys)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

@@ -15,11 +15,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from random import SystemRandom
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
+
+from paceline.cluster.jitter import jitter
 
 _T = TypeVar("_T")
 
@@ -189,7 +190,7 @@ class CompareAndSetStore(PolledStore):
                     f"{key} couldn't be changed within {self.limit:g} s: other processes kept "
                     "changing it."
                 )
-            time.sleep(SystemRandom().uniform(0, 0.002))
+            time.sleep(jitter(0, 0.002))
 
     def add(self, key: str, value: int) -> int:
         return int(self.update(key, lambda old: str(int(old or b"0") + value).encode()))

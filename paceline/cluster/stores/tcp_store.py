@@ -216,7 +216,7 @@ def split_address(address: str, source: str = "MASTER_ADDR:MASTER_PORT") -> tupl
     host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{source} {address}: give it as HOST:PORT, such as node0:29500.")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def _counted(data: bytes) -> bytes:

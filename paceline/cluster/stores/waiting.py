@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
-from paceline.comm.peer_waits import NO_PEERS, PeerWaits, WaitLimit
+from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import CommTimeout, PeerLost
 
 _T = TypeVar("_T")
@@ -23,7 +23,7 @@ def await_keys(
     keys: Sequence[str],
     timeout: float,
     make_timeout_message: Callable[[list[str]], str],
-    waits: PeerWaits = NO_PEERS,
+    activities: PeerActivities = NO_PEERS,
 ) -> None:
     """Wait until all keys are there.
 
@@ -32,17 +32,16 @@ def await_keys(
         keys: what to wait for.
         timeout: seconds to wait.
         make_timeout_message: makes the error's text from the keys that are missing.
-        waits: what the other processes do; it names what they do instead.
+        activities: what the other processes do; it names what they do instead.
 
     Raises:
         CommTimeout: some didn't come in time.
         PeerLost: another process gave a reason for the run's end.
-        ConfigError, IdleTimeout: as `PeerWait.look`.
+        ConfigError, IdleTimeout: as `PeerActivities.look`.
     """
-    limit = WaitLimit(timeout, waits, "a call that all ranks make")
     pause = 0.002
     missing = list(keys)
-    try:
+    with WaitLimit(timeout, activities, "a call that all ranks make") as limit:
         while missing := [key for key in missing if not store.check([key])]:
             text = peek(store, FAILURE)
             if text is not None:
@@ -51,8 +50,6 @@ def await_keys(
                 raise CommTimeout(make_timeout_message(missing))
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
-    finally:
-        limit.end()
 
 
 def call_with_timeout(timeout: float, call: Callable[[], _T]) -> _T | None:

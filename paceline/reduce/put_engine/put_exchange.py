@@ -32,9 +32,9 @@ from torch import Tensor
 
 from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
@@ -238,8 +238,7 @@ class PutExchange:
         """
         row = kind * len(self._buckets) + bucket.index
         operation = bucket.operation
-        limit = self._timeout.limit(operation)
-        try:
+        with self._timeout.limit(operation) as limit:
             while True:
                 within = limit.slice(_WAIT_SLICE_S)
                 try:
@@ -253,8 +252,6 @@ class PutExchange:
                         raise self._timed_out(bucket, version, peer) from None
                 except PeerLost as error:  # perhaps only because it lost another before
                     self._raise_first_loss(error, operation)
-        finally:
-            limit.end()
 
     def _raise_first_loss(self, error: PeerLost, operation: str) -> NoReturn:
         """Raise what the reducer's thread noticed, or else the loss that came before all others."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
-from paceline.comm.peer_waits import WaitLimit
+from paceline.comm.peer_activities import WaitLimit
 from paceline.comm.window import Window
 from paceline.errors import ConfigError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
@@ -122,11 +122,10 @@ class ShardReducer:
         def ended() -> bool:
             return bool(self.done[index] >= version) or self.error is not None or self.closed
 
-        if self.done[index] < version:
+        with limit:
             while not ended() and not limit.look():
                 with self._changed:
                     self._changed.wait_for(ended, limit.slice())
-            limit.end()
         return bool(self.done[index] >= version)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
 from paceline.run.run import Run
-from paceline.wiring.edits import Given
+from paceline.wiring.edits import GivenHyperparameters
 from paceline.wiring.resume import Start
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
 from paceline.wiring.search.machine_folders import (
@@ -60,7 +60,7 @@ class DurableStart:
         output: OutputConfig,
         identity: Mapping[str, object],
         *,
-        given: Given,
+        given: GivenHyperparameters,
         restore: Callable[[Mapping[str, Any]], None],
         replicas: Callable[[], Sequence[Replica | AveragedReplica]],
         report: Callable[[str], object],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from random import SystemRandom
 
+from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.control_line.line_thread import Timer
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.messages import Answer, Ballot, Request
@@ -88,7 +88,7 @@ class Vote:
         self._highest += 1
         ballot = Ballot(self._highest, self._member)
         token = secrets.token_hex(_TOKEN_BYTES)
-        self.propose_in(_BALLOT_S * SystemRandom().uniform(1, 2))
+        self.propose_in(_BALLOT_S * jitter(1, 2))
         self._proposer, request = begin(self.generation, ballot, self._view(), token=token)
         self._ask(request)
 
@@ -106,6 +106,6 @@ class Vote:
         elif proposer.phase == "refused" and (before is None or before.phase != "refused"):
             assert proposer.highest is not None
             self._highest = max(self._highest, proposer.highest.number)
-            self.propose_in(SystemRandom().uniform(_REFUSED_S, 6 * _REFUSED_S))
+            self.propose_in(jitter(_REFUSED_S, 6 * _REFUSED_S))
         elif request is not None:
             self._ask(request)

@@ -1,8 +1,8 @@
-"""What the members of a world do: they work outside a step, are in one, or wait outside one.
+"""Activities of a world's members: each works outside a step, is in one, or waits outside one.
 
-    beats      a number: what the member does; also while a thread holds the interpreter's lock
-    "doing"    a frame, where a member does the same for a second: after which step, in which call,
-               and at which line of the script
+    beats         a number, the member's state; also while a thread holds the interpreter's lock
+    "activity"    a frame, where a member does the same for a second: after which step, in which
+                  call, and at which line of the script
 
 A rank that waits for its peers looks here. A peer that works outside a step is waited for. A peer
 that makes another call, or a step instead of a call, never comes to this one.
@@ -22,18 +22,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.cluster.membership.control_line.frame_kinds import DOING
+from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY
 from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
-from paceline.comm.peer_waits import LOOK_S, PeerWait, PeerWaits
+from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import ConfigError, IdleTimeout, Message
 
 WORKING, STEP, WAITING, ENDED = range(4)
-"""What beats say: outside a step; in a step; waiting outside a step; gone from the world."""
+"""States that beats carry: outside a step; in a step; waiting outside a step; out of the world."""
 
 _TICK_S = 1.0
-_REPEAT_S = 5.0  # between frames that say the same: a connection may be new
-_QUIET_S = 10.0  # of a wait for a peer that works outside a step, before a line says so
+_REPEAT_S = 5.0  # between equal frames: a connection may be new
+_QUIET_S = 10.0  # of a wait for a peer that works outside a step, before it is reported
 _PACKAGE = str(Path(__file__).parents[3]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
@@ -43,44 +44,43 @@ class Activity:
     """Activity of a member.
 
     Attributes:
-        doing: one of the numbers of beats.
+        state: one of the numbers that beats carry.
         token: of the generation in which it is.
         steps: the number of steps that it has completed; in a step, that step's number.
         calls: the number of calls that all ranks make, and that it has begun in the generation; -1
             where a loss has made the numbers differ.
         call: the call in which it is; "" between calls.
-        did: the last call that it has ended since its last step; "" if there is none.
-        place: the line of the script at which it is; "" if there is none.
+        last_call: the last call that it has ended since its last step; "" if there is none.
+        script_line: the line of the script at which it is; "" if there is none.
     """
 
-    doing: int = WORKING
+    state: int = WORKING
     token: str = ""
     steps: int = 0
     calls: int = 0
     call: str = ""
-    did: str = ""
-    place: str = ""
+    last_call: str = ""
+    script_line: str = ""
 
     @property
     def sentence(self) -> str:
         """What the member did last, and where it is: a clause."""
         done = f"its last step was step {self.steps - 1:,}" if self.steps else "it has made no step"
-        did = f"; then came {self.did}" if self.did else ""
-        place = f"; it is at {self.place}" if self.place else ""
-        return f"{done}{did}{place}"
+        call = f"; then came {self.last_call}" if self.last_call else ""
+        place = f"; it is at {self.script_line}" if self.script_line else ""
+        return f"{done}{call}{place}"
 
 
-class Activities(PeerWaits):
+class Activities(PeerActivities):
     """Activities of this member and of the others, by a control line.
 
     The training thread changes this member's; the line's thread receives the others'.
 
     Args:
-        line: the control line; frames of the kind DOING are to be given to `received`.
+        line: the control line; frames of the kind ACTIVITY are to be given to `received`.
         generation: the first generation.
         member: this member's id.
-        idle_timeout: seconds for which a member may work outside a step while another waits.
-        peer_timeout: seconds without a beat after which a member isn't known to work.
+        options: limits of silence.
         report: prints a line.
     """
 
@@ -89,26 +89,26 @@ class Activities(PeerWaits):
         line: ControlLine,
         generation: Generation,
         member: str,
-        *,
-        idle_timeout: float,
-        peer_timeout: float,
+        options: EvidenceOptions,
         report: Callable[[Message], object],
     ) -> None:
-        self.longest = idle_timeout
-        self._line, self._member, self._report = line, member, report
-        self._peer_timeout = peer_timeout
+        self.longest = options.idle_timeout
+        self._line = line
+        self._member = member
+        self._report = report
+        self._peer_timeout = options.peer_timeout
         self._trainer = threading.get_ident()
         self._lock = threading.Lock()  # guards `_others` and `_reported`
         self._others: dict[str, Activity] = {}
         self._reported: set[tuple[str, int, str]] = set()
         self._generation = generation
         self._changes = 0  # counts what this member has begun to do
-        self._doing = WORKING
+        self._state = WORKING
         self._steps = 0
         self._calls = 0
         self._call = ""
         self._checked = False  # whether a peer that makes another call is an error
-        self._did = ""
+        self._last_call = ""
         self._seen = -1  # what follows is used on the line's thread
         self._sent = Activity()
         self._sent_at = 0.0
@@ -119,15 +119,15 @@ class Activities(PeerWaits):
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Report that this rank is in a step for as long as the block lasts."""
-        self._calls = max(self._calls, 0)  # a generation's ranks begin with the same step
+        self._calls = max(self._calls, 0)  # compared again: all ranks are at the same step
         self._steps = number
-        self._do(STEP)
+        self._set(STEP)
         try:
             yield
             self._steps = number + 1
         finally:
-            self._did = ""
-            self._do(WORKING)
+            self._last_call = ""
+            self._set(WORKING)
 
     @contextmanager
     def call(self, call: str, *, checked: bool = True) -> Iterator[None]:
@@ -144,21 +144,23 @@ class Activities(PeerWaits):
             yield
         finally:
             self._call = ""
-            self._did = call
+            self._last_call = call
             self._changes += 1
 
     def enter(self, generation: Generation) -> None:
-        """Report that this member has come to enter a later generation."""
+        """Report that this member has come to enter a later generation.
+
+        Calls aren't compared until the next step: ranks enter it at different ones.
+        """
         self._calls = -1
         self._generation = generation
-        self._do(WORKING)
+        self._set(WORKING)
         self._line.post(self._send)
 
     def absent(self) -> list[str]:
         """Return the members that haven't come to enter the present generation."""
         token = self._generation.token
-        with self._lock:
-            others = dict(self._others)
+        others = self._known()
         return [
             member.id
             for member in self._generation.members
@@ -167,12 +169,8 @@ class Activities(PeerWaits):
 
     def close(self) -> None:
         """Report that this rank has left the world."""
-        self._do(ENDED)
+        self._set(ENDED)
         self._line.post(self._send)
-
-    def begin(self, operation: str) -> PeerWait:
-        """Begin to look at the peers, in a wait for them; from any thread."""
-        return _Wait(self, operation)
 
     # Calls of the line's thread.
 
@@ -182,12 +180,12 @@ class Activities(PeerWaits):
             self._others[peer] = Activity(**body)
 
     def working(self) -> set[str]:
-        """Return the connected peers whose beats say that they work outside a step."""
-        return {peer for peer in self._line.connected() if self._line.said(peer) == WORKING}
+        """Return the connected peers whose beats carry that they work outside a step."""
+        return {peer for peer in self._line.connected() if self._line.carried(peer) == WORKING}
 
     def _tick(self) -> None:
         """Send what this member does, again and again, where it has done it for a while."""
-        if self._doing == ENDED:
+        if self._state == ENDED:
             return
         if self._changes == self._seen:
             self._send()
@@ -201,86 +199,95 @@ class Activities(PeerWaits):
             self._sent = own
             self._sent_at = now
             members = [member.id for member in self._generation.members]
-            self._line.broadcast(DOING, asdict(own), members)
+            self._line.broadcast(ACTIVITY, asdict(own), members)
 
     # Calls of a wait, from any thread.
+
+    def look(self, operation: str, busy: dict[str, float], passed: float) -> float:
+        """Look at the peers in a wait; as `PeerActivities.look`."""
+        self._require_same_calls()
+        now = {member: busy.get(member, 0.0) + passed for member in self.busy()}
+        busy.clear()
+        busy.update(now)
+        for member, seconds in busy.items():
+            if seconds > self.longest:
+                raise self._timed_out(operation, member, seconds)
+        self._report_busy(operation, busy)
+        return passed if busy else 0.0
 
     def own(self) -> Activity:
         """Return what this member does."""
         return Activity(
-            doing=self._doing,
+            state=self._state,
             token=self._generation.token,
             steps=self._steps,
             calls=self._calls,
             call=self._call,
-            did=self._did,
-            place=_place_of(sys._current_frames().get(self._trainer)),
+            last_call=self._last_call,
+            script_line=_script_line(sys._current_frames().get(self._trainer)),
         )
 
-    def busy(self) -> dict[str, Activity]:
-        """Return the other members that work outside a step, and what is known of them."""
+    def busy(self) -> list[str]:
+        """Return the other members that work outside a step, and send beats."""
         working = self.working()
-        with self._lock:
-            others = dict(self._others)
-        return {
-            member.id: others.get(member.id, Activity())
+        return [
+            member.id
             for member in self._generation.members
             if member.id in working and self._line.silence(member.id) <= self._peer_timeout
-        }
+        ]
 
-    def require_same_calls(self) -> None:
+    def _known(self) -> dict[str, Activity]:
+        with self._lock:
+            return dict(self._others)
+
+    def _require_same_calls(self) -> None:
         """Require that no peer makes another call than this rank, or has gone on without it.
 
         Raises:
             ConfigError: one does, which never comes to what this rank waits for.
         """
-        if not self._call or not self._checked or self._calls < 0 or self._doing == STEP:
+        if not self._call or not self._checked or self._calls < 0 or self._state == STEP:
             return
-        with self._lock:
-            others = dict(self._others)
-        for rank, member in enumerate(self._generation.members):
-            other = others.get(member.id)
-            if other is None or member.id == self._member:
+        others = self._known()
+        ids = [member.id for member in self._generation.members]
+        for rank, member in enumerate(ids):
+            other = others.get(member)
+            if other is None or member == self._member:
                 continue
             if other.token != self._generation.token or other.calls < 0:
                 continue
             instead = self._instead(other)
             if instead:
-                ids = [each.id for each in self._generation.members]
                 raise ConfigError(
-                    f"{self._call} was called on rank {ids.index(self._member)} and not on rank "
-                    f"{rank}, {instead}: all ranks must make the same calls in the same order. "
-                    f"Call {self._call} on all ranks, not under `if world.rank == 0:`."
+                    f"rank {ids.index(self._member)} waits in {self._call}, but rank {rank} "
+                    f"{instead}: all ranks must make the same calls in the same order. Make each "
+                    "call on all ranks, not under `if world.rank == 0:`, and iterate evaluations "
+                    "to their end."
                 )
 
     def _instead(self, other: Activity) -> str:
         """Return what another member does instead of this member's call; "" if it may come."""
-        if other.doing == ENDED and other.calls <= self._calls:  # its last call was the end
-            return "which has ended its world"
-        if other.doing == STEP and other.calls < self._calls and other.steps >= self._steps:
-            return f"which is in step {other.steps:,}"
+        if other.state == ENDED and other.calls <= self._calls:  # `close` was its last call
+            return "has closed its world"
+        if other.state == STEP and other.calls < self._calls and other.steps >= self._steps:
+            return f"is in step {other.steps:,}"
         if other.calls == self._calls and other.call not in ("", self._call):
-            return f"which is in {other.call}"
+            return f"is in {other.call}"
         return ""
 
-    def report_busy(self, operation: str, busy: Mapping[str, float]) -> None:
-        """Print once that members work outside a step, on the first rank that waits for them.
-
-        Args:
-            operation: what this rank waits in.
-            busy: for how many seconds this wait has seen each member work.
-        """
-        ids = [member.id for member in self._generation.members]
+    def _report_busy(self, operation: str, busy: Mapping[str, float]) -> None:
+        """Print once that ranks work outside a step for long, on the first one that waits."""
         working = self.working()
-        if next((each for each in ids if each not in working), "") != self._member:
-            return
-        known = self.busy()
-        for member in busy.keys() & known.keys():
-            what = known[member]
+        ids = [member.id for member in self._generation.members]
+        first = next((each for each in ids if each not in working), "")
+        others = self._known()
+        for member, seconds in busy.items():
+            what = others.get(member, Activity())
+            key = (member, what.steps, what.last_call)
             with self._lock:
-                if (member, what.steps, what.did) in self._reported:
+                if seconds <= _QUIET_S or first != self._member or key in self._reported:
                     continue
-                self._reported.add((member, what.steps, what.did))
+                self._reported.add(key)
             self._report(
                 Message(
                     "{} waits in {} for {}, which has worked outside a step for {:.0f} s: {}. All "
@@ -288,21 +295,20 @@ class Activities(PeerWaits):
                     self._generation.name_of(self._member),
                     operation,
                     self._generation.name_of(member),
-                    busy[member],
+                    seconds,
                     what.sentence,
                     self.longest,
                 )
             )
 
-    def timed_out(self, operation: str, member: str, seconds: float) -> IdleTimeout:
+    def _timed_out(self, operation: str, member: str, seconds: float) -> IdleTimeout:
         """Return the error of a wait for a member that works outside a step for too long."""
-        with self._lock:
-            what = self._others.get(member, Activity())
+        what = self._known().get(member, Activity())
         return IdleTimeout(
             Message(
                 "{} has worked outside a step for {:.0f} s ({--idle_timeout} {:g}), while {} waits "
                 "for it in {}: {}. Give a longer {--idle_timeout}, or divide that work among all "
-                "ranks (world.evaluation).",
+                "ranks: an evaluation by world.evaluation(), say.",
                 self._generation.name_of(member),
                 seconds,
                 self.longest,
@@ -314,54 +320,23 @@ class Activities(PeerWaits):
 
     def begin_waiting(self) -> bool:
         """Report that this rank waits, if the training thread does so outside a step."""
-        waits = threading.get_ident() == self._trainer and self._doing == WORKING
+        waits = threading.get_ident() == self._trainer and self._state == WORKING
         if waits:
-            self._do(WAITING)
+            self._set(WAITING)
         return waits
 
     def end_waiting(self) -> None:
         """Report that this rank works again."""
-        if self._doing == WAITING:
-            self._do(WORKING)
+        if self._state == WAITING:
+            self._set(WORKING)
 
-    def _do(self, doing: int) -> None:
-        self._doing = doing
+    def _set(self, state: int) -> None:
+        self._state = state
         self._changes += 1
-        self._line.say(doing)
+        self._line.carry(state)
 
 
-class _Wait(PeerWait):
-    """Wait that looks at the activities of the peers."""
-
-    def __init__(self, activities: Activities, operation: str) -> None:
-        self._activities, self._operation = activities, operation
-        self._looked_at = time.monotonic() - LOOK_S
-        self._busy: dict[str, float] = {}  # for how many seconds, without a break, by member
-        self._waits = activities.begin_waiting()
-
-    def look(self) -> float:
-        """Return for how many seconds, since the last look, a peer worked outside a step."""
-        now = time.monotonic()
-        passed = now - self._looked_at
-        self._looked_at = now
-        self._activities.require_same_calls()
-        busy = self._activities.busy()
-        self._busy = {member: self._busy.get(member, 0.0) + passed for member in busy}
-        for member, seconds in self._busy.items():
-            if seconds > self._activities.longest:
-                raise self._activities.timed_out(self._operation, member, seconds)
-        quiet = {member: each for member, each in self._busy.items() if each > _QUIET_S}
-        if quiet:
-            self._activities.report_busy(self._operation, quiet)
-        return passed if busy else 0.0
-
-    def end(self) -> None:
-        """End the wait."""
-        if self._waits:
-            self._activities.end_waiting()
-
-
-def _place_of(frame: FrameType | None) -> str:
+def _script_line(frame: FrameType | None) -> str:
     """Return the innermost line that is neither of Paceline nor of an installed library."""
     while frame is not None:
         file = frame.f_code.co_filename

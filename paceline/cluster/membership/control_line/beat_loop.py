@@ -1,6 +1,6 @@
 """Loop of the beat thread: sends one byte per interval on each connection, and notes arrivals.
 
-The byte says what the process does (`activity.py`): a thread that holds the lock doesn't hide it.
+The byte is the state of the process (`activities.py`), also while a thread holds the lock.
 
 It is written in the subset of Python that numba compiles, so that it runs without ever taking the
 interpreter's lock: a thread that holds the lock doesn't silence the process. Without numba the same
@@ -26,8 +26,8 @@ poll, send, recv, read, write = CALLS.poll, CALLS.send, CALLS.recv, CALLS.read, 
 clock_gettime = CALLS.clock_gettime
 
 # The columns of a row, and the words of `state`.
-FD, STATUS, ERROR, HEARD, SILENT_SINCE, SAID, ROW = range(7)
-CONTROL, EVENT, INTERVAL, TOP, PASSED, DOING, STATE = range(7)
+FD, STATUS, ERROR, HEARD, SILENT_SINCE, CARRIED, ROW = range(7)
+CONTROL, EVENT, INTERVAL, TOP, PASSED, NUMBER, STATE = range(7)
 
 FREE, OPEN, ENDED, RELEASED = range(4)
 ADD, REMOVE = range(2)  # commands: row * 2 + command
@@ -72,7 +72,7 @@ def receive(row, now, buffer):  # type: ignore[no-untyped-def]
     got = recv(row[FD], address(buffer), buffer.shape[0], _FLAGS)
     if got > 0:
         row[HEARD] = row[SILENT_SINCE] = now
-        row[SAID] = buffer[got - 1]  # the newest
+        row[CARRIED] = buffer[got - 1]  # the newest
         return 0
     if got == 0:
         return END_OF_STREAM
@@ -81,9 +81,9 @@ def receive(row, now, buffer):  # type: ignore[no-untyped-def]
 
 
 @jit
-def beat(row, doing, buffer):  # type: ignore[no-untyped-def]
+def beat(row, number, buffer):  # type: ignore[no-untyped-def]
     """Send a beat, unless the buffer is full of earlier ones; return 0, or an error."""
-    buffer[0] = doing
+    buffer[0] = number
     if send(row[FD], address(buffer), 1, _FLAGS) >= 0:
         return 0
     error = errno()
@@ -116,7 +116,7 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
             if (polled[r, 1] >> 16) & (_IN | _BAD):
                 error = receive(rows[r], now, buffer)
             if beats and error == 0:
-                error = beat(rows[r], state[DOING], buffer)
+                error = beat(rows[r], state[NUMBER], buffer)
             if error != 0:
                 rows[r, ERROR], rows[r, STATUS] = error, ENDED
                 changes = True

@@ -22,7 +22,7 @@ _NS = 1e9
 class Beats:
     """Beats on connections: sent and received by one thread, which needs no interpreter's lock.
 
-    All methods but `last`, `silence`, `say` and `said` are called on one thread.
+    All methods but `last`, `silence`, `carry` and `carried` are called on one thread.
 
     Args:
         interval: seconds between two beats.
@@ -94,13 +94,13 @@ class Beats:
         since = self._state[loop.PASSED] - self._rows[row, loop.SILENT_SINCE]
         return max(0.0, float(since / _NS))
 
-    def say(self, doing: int) -> None:
+    def carry(self, number: int) -> None:
         """Let each beat carry a number, 0 to 255, from now on."""
-        self._state[loop.DOING] = doing
+        self._state[loop.NUMBER] = number
 
-    def said(self, row: int) -> int:
+    def carried(self, row: int) -> int:
         """Return the number that the last beat received carries; 0 before the first one."""
-        return int(self._rows[row, loop.SAID])
+        return int(self._rows[row, loop.CARRIED])
 
     def close(self) -> None:
         """End the thread and close all connections."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from random import SystemRandom
 
+from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.control_line.connection import OpenSockets
 from paceline.cluster.membership.control_line.greeters import Greeter
 from paceline.cluster.membership.control_line.greeting import (
@@ -57,9 +57,7 @@ class Dialer:
         """Connect again, after a pause that grows from one attempt to the next."""
         if self._closed:
             return
-        self._timer = self._thread.call_later(
-            self._pause * SystemRandom().uniform(0.5, 1.5), self.dial
-        )
+        self._timer = self._thread.call_later(self._pause * jitter(0.5, 1.5), self.dial)
         self._pause = min(2 * self._pause, _LONGEST_S)
 
     def close(self) -> None:

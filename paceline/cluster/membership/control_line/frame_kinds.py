@@ -4,7 +4,7 @@ VOTE       a message of a vote                        STORE      of a later gene
 LEFT       a member left a generation                 PROMISED   its machine takes part in a vote
 EXITED     a supervisor reports a worker's end        PROGRESS   the step in which a member is
 LEAVING    a member ends well                         END        the whole run is to end
-SUSPECTED  members that one suspects, and why      DOING      what a member does for long
+SUSPECTED  members that one suspects, and why         ACTIVITY   what a member does for long
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hmac
 
 from paceline.cluster.membership.generation import Generation
 
-VOTE, STORE, END, SUSPECTED, DOING = "vote", "store", "end", "suspected", "doing"
+VOTE, STORE, END, SUSPECTED, ACTIVITY = "vote", "store", "end", "suspected", "activity"
 LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
 
 

@@ -189,15 +189,15 @@ class ControlLine:
             link = self._links.get(peer)
             return float("inf") if link is None else self._beats.silence(link.row)
 
-    def say(self, doing: int) -> None:
+    def carry(self, number: int) -> None:
         """Let the beats to all peers carry a number, 0 to 255; from any thread."""
-        self._beats.say(doing)
+        self._beats.carry(number)
 
-    def said(self, peer: str) -> int | None:
+    def carried(self, peer: str) -> int | None:
         """Return the number that a peer's last beat carries; None if it is not connected."""
         with self._changed:
             link = self._links.get(peer)
-            return None if link is None else self._beats.said(link.row)
+            return None if link is None else self._beats.carried(link.row)
 
     def forget(self, peer: str) -> None:
         """Close a peer's connections, and refuse later ones of that name."""

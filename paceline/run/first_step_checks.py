@@ -1,4 +1,4 @@
-"""What is looked at in a script's first steps alone: mistakes that give a result, but another one.
+"""Checks of a script's first steps, for mistakes that change the result without an error.
 
     the model's inputs     ranks that are given the same batches: their loader isn't divided
     the loss's graph       a mean over labels of which the ranks have unequal numbers a sample
@@ -18,21 +18,21 @@ from torch import nn
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import Message, many
 from paceline.replica.input_checksum import InputChecksum
-from paceline.replica.loss_mean import LossMean
+from paceline.replica.loss_denominator import LossDenominator
 from paceline.replica.state.checksums import name_ranks
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 
-STEPS = 12  # of a generation, that are looked at
+STEPS = 12  # of a generation, that are checked
 _ALIKE = 3  # steps in which inputs must be the same
 _VALUES = 24  # that they must have together: a few labels may be equal by chance
 _GPU_LAG = 2  # steps until what a GPU has computed is sure to be here
 _TOLERANCE = 0.01  # of what losses are means over: a script may pass rounded numbers
 
 
-class FirstSteps:
-    """Look at the inputs and losses of a script's first steps.
+class FirstStepChecks:
+    """Checks of a script's first steps: equal inputs of ranks, and means over unequal numbers.
 
     Args:
         run: the run, of several ranks.
@@ -63,10 +63,10 @@ class FirstSteps:
         self._lag = _GPU_LAG if gpu else 0
         self._watched = ExitStack()
         self._inputs = [InputChecksum(model) for model in models]
-        self._mean = LossMean()
+        self._denominator = LossDenominator()
         self._open = True  # something is still to be found
-        self._looks_at_means = not averaged
-        self._watched.callback(self._mean.close)
+        self._compares_denominators = not averaged
+        self._watched.callback(self._denominator.close)
         for inputs in self._inputs:
             self._watched.callback(inputs.close)
         self.begin_generation()
@@ -81,7 +81,7 @@ class FirstSteps:
     def begin(self, number: int) -> None:
         """Begin a step."""
         if self._open and number < self._first + STEPS:
-            self._mean.begin(number)
+            self._denominator.begin(number)
             if not self.divided:
                 for inputs in self._inputs:
                     inputs.begin(number)
@@ -92,21 +92,22 @@ class FirstSteps:
         if size == 1 or batch.number >= self._first + STEPS:
             self.close()
             return []
-        trusted = batch.basis == "weight" or (batch.basis and self._mean.backwards > 1)
-        known = self._looks_at_means and not trusted and batch.weight > 0
+        # A script that gives samples= and has several losses a step may have weighted them itself.
+        trusted = batch.basis == "weight" or (batch.basis and self._denominator.backwards > 1)
+        known = self._compares_denominators and not trusted and batch.weight > 0
         self._weights.append((batch.number, batch.weight if known else None))
-        self._mean.end()
-        row = [0.0] * size * (1 + len(self._inputs))
+        self._denominator.end()
+        row = [0.0] * size * (1 + len(self._inputs))  # (1 + models, ranks), flat
         if len(self._weights) <= self._lag:
             return row
         number, weight = self._weights.popleft()
-        total = self._mean.take(number)
+        total = self._denominator.take(number)
         if total is not None and weight is not None:
             row[batch.rank] = 1 + total / weight  # one more, because a rank may have no label
         for index, inputs in enumerate(self._inputs):
             checksum, values = inputs.take(number)
             row[size * (1 + index) + batch.rank] = float(checksum)
-            self._values[index] += min(values, _VALUES // _ALIKE)
+            self._values[index] += min(values, _VALUES // _ALIKE)  # one large step isn't enough
         return row
 
     def receive(self, summary: StepSummary) -> None:
@@ -115,7 +116,7 @@ class FirstSteps:
             return
         size = self._run.context.group.size
         number = summary.step - self._lag
-        self._compare_means(number, [each - 1 for each in summary.seen[:size] if each])
+        self._compare_denominators(number, [each - 1 for each in summary.seen[:size] if each])
         for index in range(len(self._inputs)):
             checksums = summary.seen[size * (1 + index) : size * (2 + index)]
             if all(checksums):
@@ -127,16 +128,16 @@ class FirstSteps:
         self._open = False
         self._watched.close()
 
-    def _compare_means(self, number: int, means: Sequence[float]) -> None:
-        if self._looks_at_means and means and max(means) > (1 + _TOLERANCE) * min(means):
-            self._looks_at_means = False
-            self._say(
+    def _compare_denominators(self, number: int, means: Sequence[float]) -> None:
+        if self._compares_denominators and means and max(means) > (1 + _TOLERANCE) * min(means):
+            self._compares_denominators = False
+            self._report_on_leader(
                 Message(
-                    "the loss is a mean over labels of which the ranks have unequal numbers, in "
-                    f"step {number}: with ignore_index, or with class weights, of which the sums "
-                    "count. So the gradient depends on the number of workers. Pass what this "
-                    "rank's loss is a mean over, world.step(weight=…), on all ranks: the number "
-                    "of labels that aren't ignored, say."
+                    f"in step {number} cross entropy was a mean over unequal numbers of labels on "
+                    "the ranks, because of ignore_index or class weights, but ranks count by their "
+                    "samples: the gradient depends on the number of workers. Pass "
+                    "world.step(weight=n) on all ranks, n being what this rank's loss is a mean "
+                    "over: the labels that aren't ignored, or the sum of their class weights."
                 )
             )
 
@@ -151,18 +152,18 @@ class FirstSteps:
             if len(ranks) > 1 and len(set(checksums)) > 1:
                 self.divided = True  # or is known not to be
                 named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
-                self._say(
+                self._report_on_leader(
                     Message(
-                        f"{named} train the same samples: the model is given the same values "
-                        f"there, in each of {many(len(seen), 'step')}. Pass the data set to "
-                        "paceline.loader(), which divides the batches and takes sampler= and "
-                        "weights=, or give your own DataLoader a DistributedSampler("
-                        "dataset, world.world_size, world.rank). An IterableDataset divides its "
-                        "samples itself, by world.rank and world.world_size."
+                        f"{named} train the same samples: their models got the same inputs in "
+                        f"{many(len(seen), 'step')}. Pass the data set to paceline.loader(), which "
+                        "divides the batches and takes sampler= and weights=, or give your own "
+                        "DataLoader a DistributedSampler(dataset, world.world_size, world.rank). "
+                        "An IterableDataset must divide its samples itself, by world.rank and "
+                        "world.world_size."
                     )
                 )
                 return
 
-    def _say(self, note: Message) -> None:
+    def _report_on_leader(self, note: Message) -> None:
         if self._run.context.group.rank == 0:
             self._report(note)

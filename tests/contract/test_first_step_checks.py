@@ -15,7 +15,7 @@ from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import Message
 from paceline.replica.input_checksum import InputChecksum
-from paceline.run.first_steps import STEPS, FirstSteps
+from paceline.run.first_step_checks import STEPS, FirstStepChecks
 from paceline.run.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of
@@ -38,7 +38,7 @@ def train(
     said: list[Message] = []
     run, position = run_of(communicator), Position()
     module = model() if model else nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-    first = FirstSteps(run, position, [module], said.append, gpu=False, averaged=False)
+    first = FirstStepChecks(run, position, [module], said.append, gpu=False, averaged=False)
     first.divided = divided
     summaries = run.context.summaries
     for number in range(steps):
@@ -101,7 +101,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
     def on_rank(communicator: Communicator) -> list[int]:
         run, position = run_of(communicator), Position()
         model = nn.Linear(4, 3)
-        first = FirstSteps(run, position, [model], print, gpu=False, averaged=False)
+        first = FirstStepChecks(run, position, [model], print, gpu=False, averaged=False)
         away = communicator.rank == 1
         lengths = []
         for numbers in (range(4 if away else STEPS + 2), range(STEPS + 2, 2 * STEPS + 4)):
@@ -186,7 +186,7 @@ def test_a_mean_of_unequal_numbers_of_labels_is_reported(
 ) -> None:
     said = reports(batch, loss=loss)
     assert len(said) == found
-    assert all("world.step(weight=…)" in one for one in said)
+    assert all("world.step(weight=n)" in one for one in said)
 
 
 def test_a_script_that_gives_the_weight_is_not_told() -> None:

@@ -1,4 +1,4 @@
-"""What a loss is a mean over, where torch's own cross entropy leaves labels out or weighs classes.
+"""Denominator of a mean loss, where torch's cross entropy leaves labels out or weighs classes.
 
     loss ── … ── nll_loss, reduction "mean"      its total weight: labels that aren't ignored,
                                                  or the sum of the class weights of all labels
@@ -22,11 +22,10 @@ from paceline.replica.backward_calls import watch_backward_calls
 _LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _MEAN = 1  # torch's number of the reduction
 _NODES = 64  # that are looked at, from the loss on
-_WAIT_S = 60.0  # never needed: only a copy that has arrived is read
 
 
-class LossMean:
-    """What the losses of a run's steps are means over.
+class LossDenominator:
+    """Denominators of the losses of a run's steps: the total weight that each is a mean over.
 
     Attributes:
         backwards: the number of backward passes of this thread since the last step's end.
@@ -52,10 +51,8 @@ class LossMean:
     def take(self, step: int) -> float | None:
         """Return what the loss of a step was a mean over; None where that isn't known."""
         copy = self._found.pop(step, None)
-        if copy is None or not copy.done:
-            return None
-        (total,) = copy.values(_WAIT_S, "the weight of a loss")
-        return float(total)
+        known = None if copy is None else copy.known()
+        return None if known is None else float(known[0])
 
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
