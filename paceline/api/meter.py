@@ -86,13 +86,14 @@ class Meters:
 
     def add_to_step(self, slot: int, value: float | Tensor) -> None:
         """Add a value of the step that is active, or comes next."""
+        value = value.detach() if isinstance(value, Tensor) else value  # float() warns of a graph
         if not isinstance(value, Tensor) or value.device.type == "cpu":
             self._own[slot] += float(value)
             return
         if self._on_device is None:
             size = len(self._own)
             self._on_device = torch.zeros(size, dtype=torch.float64, device=self._device)
-        self._on_device[slot] += value.detach().to(self._on_device)
+        self._on_device[slot] += value.to(self._on_device)
 
     def take(self, sums: Tensor) -> None:
         """Move what was added to the sums of the step that ends: (values,) float64."""
@@ -200,7 +201,9 @@ class Meter:
         for name, value in values.items():
             if evaluating:
                 own = self._meters.evaluation.setdefault(self._number, {})
-                own[name] = own.get(name, 0.0) + float(value)
+                own[name] = own.get(name, 0.0) + float(
+                    value.detach() if isinstance(value, Tensor) else value
+                )
             else:
                 self._meters.add_to_step(self._slot(name), value)
 
