@@ -271,7 +271,12 @@ def _device(given: str | torch.device | None, group: Group) -> torch.device:
     """
     gpus = torch.cuda.device_count()
     if given is not None:
-        device = torch.device(given)
+        try:
+            device = torch.device(given)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device is {given!r}; supported devices are cpu and cuda."
+            ) from error
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device is {device}; supported devices are cpu and cuda.")
         if device.type == "cuda" and (device.index or 0) >= gpus:

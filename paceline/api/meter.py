@@ -77,13 +77,14 @@ class Meters:
 
     def add_to_step(self, slot: int, value: float | Tensor) -> None:
         """Add a value of the step that is active, or comes next."""
+        value = value.detach() if isinstance(value, Tensor) else value  # float() warns of a graph
         if not isinstance(value, Tensor) or value.device.type == "cpu":
             self._own[slot] += float(value)
             return
         if self._on_device is None:
             size = len(self._own)
             self._on_device = torch.zeros(size, dtype=torch.float64, device=self._device)
-        self._on_device[slot] += value.detach().to(self._on_device)
+        self._on_device[slot] += value.to(self._on_device)
 
     def take(self, sums: Tensor) -> None:
         """Move what was added to the sums of the step that ends: (values,) float64."""
@@ -191,7 +192,8 @@ class Meter:
         self._of_evaluation = evaluating
         for name, value in values.items():
             if evaluating:
-                self._meters.evaluation[self._number, name] += float(value)
+                own = value.detach() if isinstance(value, Tensor) else value
+                self._meters.evaluation[self._number, name] += float(own)
             else:
                 self._meters.add_to_step(self._slot(name), value)
 

@@ -16,7 +16,7 @@ from paceline.api.argument_names import (
     print_message_for_scripts,
 )
 from paceline.api.tracked import refuse_foreign
-from paceline.api.world import World
+from paceline.api.world import World, require_world
 from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.communicator import broadcast_state
@@ -111,6 +111,7 @@ def parallelize(
             match the checkpoint.
         CommError: a peer is lost or silent.
     """
+    require_world(world, "paceline.parallelize()")
     activities = world._run.context.activities
     with errors_name_arguments(), activities.call("paceline.parallelize()"):
         session = world._session
@@ -133,7 +134,7 @@ def parallelize(
             "shares": shares,
         }
         config = _checked_config(arguments, world)
-        models: Sequence[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+        models = _checked_models(model)
         given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         optimizers: Sequence[Optimizer] = [_checked_optimizer(one) for one in given]
         _check(models, optimizers, world)
@@ -263,6 +264,19 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
     if config.transport == "nixl":
         require_nixl()
     return config
+
+
+def _checked_models(model: object) -> Sequence[nn.Module]:
+    """Return the models that were given, as a list."""
+    models = [model] if isinstance(model, nn.Module) or not isinstance(model, Iterable) else model
+    listed = list(models)
+    for one in listed:
+        if not isinstance(one, nn.Module):
+            raise ConfigError(
+                f"paceline.parallelize() got {type(one).__name__} as its model: pass the model, "
+                "its optimizer and the world, in this order."
+            )
+    return listed
 
 
 def _checked_optimizer(optimizer: object) -> Optimizer:

@@ -723,6 +723,19 @@ class World:
             self._session.resources.enter_context(reporting_lost_supervisor(self._session.run))
 
 
+def require_world(world: object, call: str) -> None:
+    """Require that a call got the world that `paceline.join()` has returned.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(world, World):
+        raise ConfigError(
+            f"{call} got {type(world).__name__} as world=: pass the world that paceline.join() "
+            "returns."
+        )
+
+
 def _refusal(reached: Position, back: Position) -> str:
     """Return why a script's loop can't go back to a checkpoint; "" if it can.
 

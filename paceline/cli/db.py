@@ -111,6 +111,12 @@ def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
         yield f"{written.skipped:,} files that aren't images: skipped."
+    if written.beside:
+        images = many(len(written.beside), "image")
+        yield (
+            f"{images} beside the class folders, of no class: skipped (the first: "
+            f"{written.beside[0]})."
+        )
     if written.link_cycles:
         yield "Skipped links to a folder above them: " + ", ".join(written.link_cycles)
     yield from written.reduced.notes()

@@ -85,7 +85,10 @@ class TrainConfig:
         given = {name: value for name, value in values.items() if value != _defaults()[name]}
         first = {name: value for name, value in values.items() if name in _FIRST_DIGESTED}
         older = (self._digest(first),) if given.keys() <= _FIRST_DIGESTED else ()
-        return self._digest(given), *older
+        # A run that a bad record has stopped continues with --bad_records skip.
+        stopped = {name: value for name, value in given.items() if name != "bad_records"}
+        before = (self._digest(stopped),) if stopped != given else ()
+        return self._digest(given), *older, *before
 
     def _digest(self, flags: Mapping[str, object]) -> str:
         identity = {**flags, "data": [self.data.train_data, self.data.test_data]}
@@ -100,7 +103,8 @@ def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str
     """Return the first flag that makes a run another one, "" where it is the same.
 
     A flag that one of the two lacks has its default: the run began before the flag existed. More
-    epochs than before continue the same run.
+    epochs than before continue the same run, and so does one that skips bad records from now on:
+    the records before the first bad one are trained alike.
 
     Args:
         known: identity of a run, as it was saved.
@@ -111,7 +115,8 @@ def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str
         default = _defaults().get(name) if trains else None
         before, now = _plain(known.get(name, default)), _plain(wanted.get(name, default))
         more = name == "num_epochs" and trains and before <= now
-        if before != now and not more:
+        skips = name == "bad_records" and (before, now) == ("stop", "skip")
+        if before != now and not (more or skips):
             return name
     return ""
 

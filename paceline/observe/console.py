@@ -87,6 +87,7 @@ class Console(NullRecorder):
         self._waited_input = 0.0  # ms, likewise
         self._slowest = ""  # the rank that is slower than others
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
+        self._per_epoch = 0
 
     def event(self, name: str, **fields: Any) -> None:
         """Show what happened, or take note of it for the next look."""
@@ -109,6 +110,7 @@ class Console(NullRecorder):
     def _run(self, fields: Mapping[str, Any]) -> None:
         self._shown = self._clock()
         self._samples = 0
+        self._per_epoch = fields["samples"]
         self._rate = ProgressRate(self._shown)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
@@ -173,6 +175,8 @@ class Console(NullRecorder):
             *_score_parts(fields, self._labels),
         ]
         parts += _input_part(fields.get("wait_input", 0.0))
+        if (skipped := self._per_epoch - fields["samples"]) > 0:  # of all ranks
+            parts.append(f"{many(skipped, 'bad record')} skipped")
         parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
         text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
         self._terminal.line(text, style="bold")

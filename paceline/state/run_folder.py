@@ -52,7 +52,10 @@ _LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, pid
 LINEAGE_NAME = "lineage.json"
-_OF_START = (CONFIG_NAME, GENERATION_NAME, LINEAGE_NAME, "*.log", "events.*.jsonl", "members/*")
+_OF_START = (
+    *(CONFIG_NAME, GENERATION_NAME, LINEAGE_NAME, "labels.txt"),
+    *("*.log", "events.*.jsonl", "members/*"),
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -9,7 +9,10 @@ from paceline.errors import ConfigError
 from paceline.replica.read_tracing import renormalised, scaled_by_frequency
 from paceline.replica.trained_parameters import require_whole
 
-_EXCHANGES = ("DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel")
+_EXCHANGES = (
+    *("DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"),
+    "DataParallel",
+)
 """Wrappers that exchange gradients or parameters by themselves: torch's, and those of FairScale."""
 
 

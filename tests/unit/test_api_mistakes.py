@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -619,15 +620,44 @@ def test_a_loader_after_steps_without_one(world: World, model: nn.Module) -> Non
         (iter([1, 2]), 4, r"map-style.*your own DataLoader.*world\.step\(samples=n\)"),
         (DataLoader([1, 2]), 4, r"DataLoader makes its own .* pass its data set \(loader\.dataset"),
         ([], 4, "empty"),
-        ([1, 2], 0, "batch_size is 0; it must be at least 1"),
+        ([1, 2], 0, "batch_size is 0: pass a whole number of samples, at least 1, of all ranks"),
+        ([1, 2], 1.5, r"batch_size is 1\.5: pass a whole number"),
+        ([1, 2], "2", r"batch_size is '2': pass a whole number"),
     ],
-    ids=["iterator", "loader", "empty", "batch of none"],
+    ids=["iterator", "loader", "empty", "batch of none", "batch of halves", "text"],
 )
 def test_data_that_cannot_be_shared_out(
-    world: World, dataset: Any, batch_size: int, sentence: str
+    world: World, dataset: Any, batch_size: Any, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         paceline.loader(dataset, batch_size, world)
+
+
+def test_a_batch_size_of_numpys(world: World) -> None:
+    assert len(list(paceline.loader(samples(), np.int64(BATCH), world, train=False))) > 1
+
+
+def test_arguments_in_another_order(world: World, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"loader\(\) got int as world=: pass the world that"):
+        paceline.loader(samples(), world, BATCH)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="got SGD as its model: pass the model, its optimizer"):
+        paceline.parallelize(optimizer, model, world)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="got str as its model"):
+        paceline.parallelize("net", optimizer, world)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match=r"parallelize\(\) got NoneType as world="):
+        paceline.parallelize(model, optimizer, None)  # type: ignore[arg-type]
+
+
+def test_a_model_in_data_parallel(world: World, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"wrapped in DataParallel, .* pass the unwrapped module"):
+        paceline.parallelize(nn.DataParallel(model), optimizer, world)
+
+
+def test_a_device_that_torch_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="device is 'gpu'; supported devices are cpu and cuda"):
+        paceline.join(device="gpu")
 
 
 def test_a_checkpoint_without_a_run(world: World, model: nn.Module) -> None:

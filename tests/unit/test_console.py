@@ -135,6 +135,17 @@ def test_the_speed_of_a_resumed_epoch_counts_what_was_trained_since() -> None:
     assert file.getvalue().splitlines()[-1].startswith("epoch 1/3: 64 images/s, loss 1.500")
 
 
+def test_an_epochs_line_says_how_many_bad_records_all_ranks_have_skipped() -> None:
+    file = io.StringIO()
+    console = Console(file)
+    console.event("run", **RUN)
+    console.event("epoch", test_accuracy=None, **{**EPOCH, "samples": 1277})
+    console.event("epoch", test_accuracy=None, **{**EPOCH, "epoch": 1})
+    bad, good = file.getvalue().splitlines()[-2:]
+    assert "accuracy 25.0%, 3 bad records skipped, lr 0.1" in bad
+    assert "skipped" not in good
+
+
 def test_an_epoch_whose_line_was_shown_before_the_run_went_back_has_no_other() -> None:
     file, shown = io.StringIO(), [-1]
     console = Console(file, shown=lambda: shown[0])

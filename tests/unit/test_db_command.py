@@ -25,6 +25,19 @@ def test_create_counts_in_words_of_the_right_number(
     assert "2 of 2 files" in shown.err  # not images: one of them isn't
 
 
+def test_images_of_no_class_are_counted_as_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some_images(tmp_path / "in", classes=1, each=1)
+    for name in ("b.PNG", "a.jpg", "notes.txt", ".hidden.png"):
+        put(tmp_path / "in", name, b"nothing to see")
+    assert main(["db", "create", str(tmp_path / "in"), str(tmp_path / "db")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "2 files that aren't images: skipped.",
+        "2 images beside the class folders, of no class: skipped (the first: a.jpg).",
+    ]
+
+
 def test_dropped_transparency_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(2):
         image = np.dstack([ramp(8, 8), np.full((8, 8), 9, np.uint8)])

@@ -315,6 +315,7 @@ def test_a_script_with_another_optimizer(tmp_path: Path, capfd: pytest.CaptureFi
 
 def refused_loop(run: Path, note: str = "") -> None:
     with paceline.join(run) as world:
+        (run / "labels.txt").write_text("cat\n")  # as `paceline train` does
         if note:
             (run / "note.txt").write_text(note)
         norm = nn.BatchNorm1d(3)

@@ -232,6 +232,8 @@ def test_a_mixture_is_an_error_that_names_both_formats():
 
 def test_a_long_key_is_cut_in_the_message():
     assert printable(b"00000007_cat\x00.jpg") == '"00000007_cat\\x00.jpg"'
+    assert printable("7_été\u2028\x1b.jpg".encode()) == '"7_été\\u2028\\x1b.jpg"'
+    assert printable(b"7_\xe9t\xc3") == '"7_\\xe9t\\xc3"'
     assert len(printable(b"k" * 5000)) < 400
 
 

@@ -51,6 +51,21 @@ def test_sums_are_of_an_epoch_and_of_an_evaluation() -> None:
             assert trained.sums() == {"total": 45.0, "samples": 10.0}
 
 
+def test_a_loss_that_has_its_graph_is_added_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    loop = Loop()
+    with loop.world:
+        trained = loop.world.meter("loss")
+        held = loop.world.meter("loss")
+        for (x,) in loop.loader:
+            with loop.world.step():
+                trained.add(loss=loop.model(x).sum())
+                loop.update(x)
+        for (x,) in loop.world.evaluation(loop.test):
+            held.add(loss=loop.model(x).sum())
+        assert trained.sums()["loss"] == pytest.approx(held.sums()["loss"])
+    assert [str(one.message) for one in recwarn if "requires_grad" in str(one.message)] == []
+
+
 def test_batches_whose_gradients_accumulate_count_in_their_step() -> None:
     loop = Loop()
     with loop.world:

@@ -92,6 +92,15 @@ def test_more_epochs_are_the_same_run_and_fewer_are_not() -> None:
     assert difference(eight, six) == "num_epochs"
 
 
+def test_a_run_that_a_bad_record_has_stopped_continues_without_such_records() -> None:
+    stop = config_of()
+    skip = replace(stop, data=replace(stop.data, bad_records="skip"))
+    assert difference(stop.identity(), skip.identity()) == ""
+    assert difference(skip.identity(), stop.identity()) == "bad_records"
+    assert stop.digests()[0] in skip.digests()[1:]
+    assert skip.digests()[0] not in stop.digests()
+
+
 def test_a_scripts_run_is_not_one_of_the_command() -> None:
     assert difference({"seed": 0}, config_of().identity()) != ""
     assert difference({"seed": 0}, {"seed": 0}) == ""

@@ -116,7 +116,7 @@ def test_an_empty_stream(world: World) -> None:
 def test_what_a_stream_cannot_have(world: World) -> None:
     with pytest.raises(ConfigError, match="shuffle was given for an IterableDataset"):
         paceline.loader(Numbers(4), 4, world, shuffle=True)  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="batch_size is 0, but each of the 1 ranks"):
+    with pytest.raises(ConfigError, match="batch_size is 0: pass a whole number of samples"):
         paceline.loader(Numbers(4), 0, world)
     with pytest.raises(ConfigError, match="uneven is 'stop'; it must be one of join, shortest"):
         paceline.loader(Numbers(4), 4, world, uneven="stop")

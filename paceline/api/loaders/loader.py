@@ -9,6 +9,7 @@ The samples of a batch depend on the seed and the epoch, not on the number of ra
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, overload
@@ -18,7 +19,7 @@ from torch.utils.data import IterableDataset
 from paceline.api.argument_names import errors_name_arguments
 from paceline.api.loaders.evaluation import Evaluation
 from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
-from paceline.api.world import World
+from paceline.api.world import World, require_world
 from paceline.comm.communicator import gather_bytes
 from paceline.data.batch_count import samples_in
 from paceline.data.drawn_order import DrawnOrder, SamplerDraws, WeightedSampler
@@ -217,9 +218,11 @@ def loader(
             can't be used, or the ranks or the checkpoint have other values.
         CommError: a peer is silent.
     """
+    require_world(world, "paceline.loader()")
     activities = world._run.context.activities
     with errors_name_arguments(), activities.call("paceline.loader()"):
         world._end.require_open("paceline.loader()")
+        batch_size = _checked_batch_size(batch_size)
         if uneven not in UNEVEN:
             raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")
         _check_sampler(dataset, sampler, weights, batch_sampler, shuffle)
@@ -328,6 +331,20 @@ def _draw_first(draws: SamplerDraws, world: World, *, train: bool) -> int:
     if train and world._position.saved_draw is not None:
         draws.load_state_dict(world._position.saved_draw)
     return draws.draw(world.epoch if train else 0, world._run.context.communicator)
+
+
+def _checked_batch_size(batch_size: object) -> int:
+    """Return the number of samples of a global batch as an int, also where it is NumPy's."""
+    try:
+        size = operator.index(batch_size)  # type: ignore[arg-type]  # what has no index raises
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ConfigError(
+            f"batch_size is {batch_size!r}: pass a whole number of samples, at least 1, of all "
+            "ranks together."
+        )
+    return size
 
 
 def _own_batch_size(batch_size: int, world: World) -> int:

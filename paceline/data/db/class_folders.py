@@ -66,8 +66,9 @@ class ClassFolders:
     """Class folders in label order, with their files in sorted order, and the skipped entries.
 
     Attributes:
-        skipped: number of entries that are left out: files next to the class folders, hidden
-            entries, and entries that are neither files nor folders.
+        skipped: number of entries that are left out: hidden ones, and entries that are neither
+            files nor folders.
+        beside: names of the entries next to the class folders, in sorted order, but hidden ones.
         link_cycles: links to a folder above them, which are left out too.
     """
 
@@ -75,6 +76,7 @@ class ClassFolders:
     classes: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     skipped: int
+    beside: tuple[str, ...]
     link_cycles: tuple[str, ...]
 
 
@@ -102,7 +104,8 @@ def scan(folder: Path) -> ClassFolders:
             )
         candidates: list[Candidate] = []
         link_cycles = [name for name in folders if name not in classes]
-        skipped = len(names) - len(folders)
+        beside = tuple(name for name in visible if name not in folders)
+        skipped = len(names) - len(visible)
         for label, name in enumerate(classes):
             if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
                 raise ConfigError(
@@ -119,6 +122,7 @@ def scan(folder: Path) -> ClassFolders:
             classes=tuple(classes),
             candidates=tuple(candidates),
             skipped=skipped,
+            beside=beside,
             link_cycles=tuple(link_cycles),
         )
     except OSError as error:

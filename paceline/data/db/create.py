@@ -57,7 +57,8 @@ def create_database(config: DbCreateConfig, meter: Meter) -> NewDatabase:
     with new_database(
         config.dest, config.db_type, record_format=config.format, label_names=found.classes
     ) as database:
-        database.skipped = found.skipped
+        database.beside = [name for name in found.beside if named_as_image(name)]
+        database.skipped = found.skipped + len(found.beside) - len(database.beside)
         database.link_cycles = found.link_cycles
         database.reduced.value_range = config.value_range
         _write_records(config, found.candidates, database, meter)

@@ -95,9 +95,9 @@ def encode_record(image: bytes | Pixels, label: int, record_format: RecordFormat
 
 
 def printable(key: bytes) -> str:
-    """Quote a key for a message: ASCII, escaped, and not longer than a line."""
-    text = key.decode("ascii", "backslashreplace")
-    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """Quote a key for a message: what isn't printable UTF-8 escaped, and not longer than a line."""
+    text = key.decode("utf-8", "backslashreplace")
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return f'"{shown[:100]}…"' if len(shown) > 100 else f'"{shown}"'
 
 

@@ -33,6 +33,7 @@ class NewDatabase:
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.
         skipped: the number of files that aren't images.
+        beside: names of images that are in no class folder, which are left out.
         link_cycles: links that weren't followed, because they lead to a folder above them.
         damaged: for each image or record that was left out because it can't be read, its name and
             its defect.
@@ -45,6 +46,7 @@ class NewDatabase:
     keys: list[bytes]
     labels: list[int] = field(default_factory=list)
     skipped: int = 0
+    beside: list[str] = field(default_factory=list)
     link_cycles: tuple[str, ...] = ()
     damaged: list[str] = field(default_factory=list)
     reduced: ReducedImages = field(default_factory=ReducedImages)
