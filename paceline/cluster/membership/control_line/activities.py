@@ -25,6 +25,7 @@ from typing import Any
 from paceline.cluster.membership.control_line.frame_kinds import DOING
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.generation import Generation
+from paceline.comm.communicator import not_on_all
 from paceline.comm.peer_waits import LOOK_S, PeerWait, PeerWaits
 from paceline.errors import ConfigError, IdleTimeout, Message
 
@@ -108,6 +109,7 @@ class Activities(PeerWaits):
         self._calls = 0
         self._call = ""
         self._checked = False  # whether a peer that makes another call is an error
+        self._remedy = ""  # of such an error
         self._did = ""
         self._seen = -1  # what follows is used on the line's thread
         self._sent = Activity()
@@ -130,7 +132,7 @@ class Activities(PeerWaits):
             self._do(WORKING)
 
     @contextmanager
-    def call(self, call: str, *, checked: bool = True) -> Iterator[None]:
+    def call(self, call: str, *, checked: bool = True, remedy: str = "") -> Iterator[None]:
         """Report that the block is of a call that all ranks make, in the same order."""
         if self._call:  # one call makes another
             yield
@@ -138,6 +140,7 @@ class Activities(PeerWaits):
         if self._calls >= 0:
             self._calls += 1
         self._checked = checked
+        self._remedy = remedy
         self._call = call
         self._changes += 1
         try:
@@ -247,18 +250,27 @@ class Activities(PeerWaits):
             instead = self._instead(other)
             if instead:
                 ids = [each.id for each in self._generation.members]
+                if not self._remedy:
+                    raise not_on_all(self._call, ids.index(self._member), rank, instead)
                 raise ConfigError(
-                    f"{self._call} was called on rank {ids.index(self._member)} and not on rank "
+                    f"{self._call} was reached on rank {ids.index(self._member)} and not on rank "
                     f"{rank}, {instead}: all ranks must make the same calls in the same order. "
-                    f"Call {self._call} on all ranks, not under `if world.rank == 0:`."
+                    f"{self._remedy}"
                 )
 
     def _instead(self, other: Activity) -> str:
-        """Return what another member does instead of this member's call; "" if it may come."""
+        """Return what another member does instead of this member's call; "" if it may come.
+
+        Where this member has only reached a place, the other one says what it does instead of that.
+        """
+        if other.calls < self._calls and other.doing == STEP and other.steps >= self._steps:
+            return f"which is in step {other.steps:,}"
+        if other.calls < self._calls and other.steps > self._steps:
+            return f"which has made step {other.steps - 1:,}"
+        if self._remedy:
+            return ""
         if other.doing == ENDED and other.calls <= self._calls:  # its last call was the end
             return "which has ended its world"
-        if other.doing == STEP and other.calls < self._calls and other.steps >= self._steps:
-            return f"which is in step {other.steps:,}"
         if other.calls == self._calls and other.call not in ("", self._call):
             return f"which is in {other.call}"
         return ""
