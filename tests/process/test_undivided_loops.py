@@ -22,5 +22,5 @@ def test_what_the_first_steps_show_is_said_once(tmp_path: Path) -> None:
     for make in WRONG:
         (said,) = found[make.__name__]
         means = make is ignoring
-        assert ("the loss is a mean over labels" if means else "train the same samples") in said
+        assert ("the loss is a mean over values" if means else "train the same samples") in said
     assert not any(found[make.__name__] for make in RIGHT)
