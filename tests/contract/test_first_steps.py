@@ -61,6 +61,11 @@ def seeded(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4, generator=random), torch.randint(0, 3, (8,), generator=random)
 
 
+def others(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Other samples on each rank."""
+    return seeded(10 * rank + step)
+
+
 def reports(batch: Batch, world_size: int = 3, **options: Any) -> list[str]:
     found = run_ranks(world_size, lambda c: train(c, batch, **options))
     assert not any(found[1:])  # rank 0 alone reports
@@ -151,6 +156,58 @@ def test_inputs_of_any_form_are_compared(same: bool) -> None:
     assert len(said) == same
 
 
+class Method(Wrapped):
+    """A model that is called by a method, or with an object of the script's own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Holder:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, batch: Holder | Tensor) -> Tensor:
+        if isinstance(batch, Tensor):
+            return torch.as_tensor(nn.Module.__call__(self, Holder(batch)))
+        return torch.as_tensor(self.layer(batch.x))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.parametrize("model", [Method, Held])
+@pytest.mark.parametrize("same", [False, True])
+def test_inputs_of_layers_are_compared_where_the_model_gets_none(model: Any, same: bool) -> None:
+    """As in Lightning's training_step, and with the batches of torch_geometric."""
+    said = reports(lambda rank, step: seeded(step if same else 10 * rank + step), model=model)
+    assert len(said) == same
+
+
+class Prototypes(nn.Module):
+    """A model whose first layer is given what follows from its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
+        self.layer = nn.Linear(4, 4)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.classes.mul_(0.9)
+        return x @ torch.as_tensor(self.layer(self.classes)).T
+
+
+def test_parameters_are_no_samples() -> None:
+    assert reports(others, model=Prototypes) == []
+
+
 def ignoring(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """A batch of which rank 1 ignores half of the labels."""
     x, y = seeded(10 * rank + step)
@@ -159,11 +216,6 @@ def ignoring(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 CLASSES = torch.tensor([1.0, 5.0, 0.2])
-
-
-def others(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Other samples on each rank."""
-    return seeded(10 * rank + step)
 
 
 def masked(how: str) -> Callable[[Tensor, Tensor], Tensor]:
