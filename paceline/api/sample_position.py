@@ -11,6 +11,7 @@ takes as many positions as its `samples`, or one.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from paceline.api.cell_errors import CellErrors
-from paceline.comm.communicator import gather_numbers
+from paceline.comm.communicator import gather_given
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.drawn_order import DrawnOrder
 from paceline.data.order import Order
@@ -418,8 +419,15 @@ class SamplePosition:
             CommError: a peer is lost or silent.
         """
         own = [_NOT_GIVEN if one is None else float(one) for one in (samples, weight)]
+        given = "samples" if weight is None else "weight"
         what = "the ranks' samples= and weight= of world.step()"
-        rows = gather_numbers(self._run.context.communicator, own, what)
+        remedy = "Give samples= or weight= on all ranks in the same steps, or on none."
+        context = self._run.context
+        rows = [own]
+        if context.communicator.world_size > 1:
+            with context.activities.call(f"world.step({given}=…)", remedy=remedy):
+                texts = gather_given(context.communicator, "world.step()", json.dumps(own), what)
+                rows = [json.loads(text) for text in texts]
         counts = [row[0] for row in rows]
         weights = [row[1] for row in rows]
         for name, values in (("samples", counts), ("weight", weights)):
@@ -429,12 +437,11 @@ class SamplePosition:
                     f"world.step() got {name}= on some ranks, but not on rank {ranks[0]}: give it "
                     "on all ranks, 0 where a rank has nothing to train, or on none."
                 )
-        name = "samples" if weight is None else "weight"
         of_ranks = counts if weight is None else weights
         total = math.fsum(of_ranks)
         if not total:
             raise ConfigError(
-                f"{name} is 0 on all ranks: a mean over nothing has no gradient. Leave such a "
+                f"{given} is 0 on all ranks: a mean over nothing has no gradient. Leave such a "
                 "batch out on all ranks: call no world.step() for it."
             )
         return of_ranks[self._run.rank_and_size()[0]] / total, [int(count) for count in counts]

@@ -39,6 +39,14 @@ from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
 
+_NEXT_EPOCH = "the begin of the loader's epoch"
+_EPOCH_END = "the end of the loader's epoch"
+ALIKE = (
+    "Iterate over the loader on all ranks alike: skip a batch, or leave the loop, by what is the "
+    "same on all, such as a world.total(). To look at a batch on one rank, read the data set."
+)
+"""What to do where ranks iterate differently over a training loader."""
+
 
 @dataclass
 class ActiveStep:
@@ -205,7 +213,7 @@ class ScriptLoop:
         what the script has done since isn't repeated.
         """
         self._end.require_open("the loader")
-        with self._run.context.activities.call("the loader's next epoch", checked=False):
+        with self._run.context.activities.call(_NEXT_EPOCH, remedy=ALIKE):
             return self._begin_epoch()
 
     def _begin_epoch(self) -> int:
@@ -218,6 +226,7 @@ class ScriptLoop:
         while self.steps is not None and self.rollback.reach(Place.NEXT_EPOCH):
             try:
                 with errors_name_arguments():
+                    self._require_all_ranks(_NEXT_EPOCH)
                     if another and self._position.position.step > 0:
                         self.steps.end_epoch()
                     self._position.begin_iteration()
@@ -278,8 +287,17 @@ class ScriptLoop:
         self._position.require_all_trained()
         if self.steps is None:
             return None
-        with self._run.context.activities.call("the end of the loader's epoch", checked=False):
+        with self._run.context.activities.call(_EPOCH_END, remedy=ALIKE):
             return self._end_steps(self.steps)
+
+    def _require_all_ranks(self, place: str) -> None:
+        """Require that all ranks have come to a place between two epochs; collective.
+
+        What follows there are sums, which the transport doesn't tell from those of a step.
+        """
+        communicator = self._run.context.communicator
+        if communicator.world_size > 1:
+            require_same_call(communicator, place, "", f"{place}, which all ranks must reach")
 
     def _compare_evaluations(self) -> None:
         """Report that some ranks have evaluated alone, each its own part; collective."""
@@ -297,6 +315,7 @@ class ScriptLoop:
         with self._end.exit_on_stop():
             while self.rollback.reach(Place.EPOCH_END):
                 try:
+                    self._require_all_ranks(_EPOCH_END)
                     steps.end_steps()
                     if self.rollback.possible:
                         steps.take_snapshot()

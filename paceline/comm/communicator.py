@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.errors import CommError, ConfigError
 
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
+_PLACE = "the "  # begins the name of a place in a loop, instead of a call's
 _SHOWN = 80  # characters of names in an error
 
 
@@ -123,7 +124,7 @@ def gather_texts(communicator: Communicator, text: str, operation: str) -> list[
     communicator.gather(mine, rows if communicator.rank == 0 else []).wait(operation)
     table = torch.stack(rows)
     communicator.broadcast(table).wait(operation)
-    return [bytes(row).decode(errors="replace").rstrip() for row in table.tolist()]
+    return [row.tobytes().decode(errors="replace").rstrip() for row in table.numpy()]
 
 
 def require_same_call(
@@ -147,24 +148,54 @@ def require_same_call(
         ConfigError: a rank makes another call, or with other arguments; names both.
         CommError: a peer was lost, or silent.
     """
+    for rank, other in enumerate(gather_given(communicator, call, given, operation)):
+        if other != given:
+            raise ConfigError(
+                f"{call} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
+                f"{remedy}."
+            )
+
+
+def gather_given(communicator: Communicator, call: str, given: str, operation: str) -> list[str]:
+    """Return what each rank has given to the same call, on all ranks; as `gather_texts`.
+
+    Raises:
+        ConfigError: a rank makes another call; names both.
+        CommError: a peer was lost, or silent.
+    """
     try:
         texts = gather_texts(communicator, f"{call}\n{given}", operation)
     except CommError as error:
         error.of_call = True
         raise
-    own = texts[communicator.rank]
     for rank, text in enumerate(texts):
-        other_call, _, other = text.partition("\n")
+        other_call, _, _ = text.partition("\n")
         if other_call != call:
+            if other_call.startswith(_PLACE) and not call.startswith(_PLACE):
+                raise not_on_all(call, communicator.rank, rank, f"is at {other_call}")
+            if call.startswith(_PLACE) and not other_call.startswith(_PLACE):
+                raise not_on_all(other_call, rank, communicator.rank, f"is at {call}")
             raise ConfigError(
                 f"{call} was called on rank {communicator.rank} and {other_call} on rank {rank}: "
                 "all ranks must make the same calls in the same order."
             )
-        if text != own:
-            raise ConfigError(
-                f"{call} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
-                f"{remedy}."
-            )
+    return [text.partition("\n")[2] for text in texts]
+
+
+def not_on_all(call: str, rank: int, other: int, instead: str) -> ConfigError:
+    """Return the error of a call on one rank and not on another one.
+
+    Args:
+        call: the call.
+        rank: a rank that makes it.
+        other: one that doesn't.
+        instead: a clause on what that one does.
+    """
+    return ConfigError(
+        f"rank {rank} waits in {call}, but rank {other} {instead}: all ranks must make the same "
+        "calls in the same order. Make each call on all ranks, not under `if world.rank == 0:`, "
+        "and iterate evaluations to their end."
+    )
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -202,25 +233,10 @@ def gather_counts(communicator: Communicator, count: int, operation: str) -> lis
     return CountsTicket(communicator, count).wait(operation)
 
 
-def gather_numbers(
-    communicator: Communicator, numbers: Sequence[float], operation: str
-) -> list[list[float]]:
-    """Return each rank's `numbers`, as many on all ranks, on all ranks; collective.
-
-    Raises:
-        CommError: as `Ticket.wait`.
-    """
-    if communicator.world_size == 1:
-        return [list(numbers)]
-    rows = torch.zeros(communicator.world_size, len(numbers), dtype=torch.float64)
-    rows[communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
-    communicator.all_reduce(rows).wait(operation)  # with zeros: exact
-    gathered: list[list[float]] = rows.tolist()
-    return gathered
-
-
 class CountsTicket:
     """Handle of each rank's count, which is on its way to all ranks; making it is collective.
+
+    A rank that is in a bucket's all-reduce meanwhile lets it time out, as `gather_texts`.
 
     Args:
         communicator: the ranks; a rank alone exchanges nothing.
@@ -228,12 +244,10 @@ class CountsTicket:
     """
 
     def __init__(self, communicator: Communicator, count: int) -> None:
-        own = [0] * communicator.world_size
-        own[communicator.rank] = count
-        self._own, self._ticket = own, None
+        self._counts = torch.full((communicator.world_size, 1), count)
+        self._ticket = None
         if communicator.world_size > 1:
-            self._counts = torch.tensor(own)
-            self._ticket = communicator.all_reduce(self._counts)
+            self._ticket = communicator.all_gather(torch.tensor([count]), [*self._counts])
 
     def wait(self, operation: str) -> list[int]:
         """Return the counts, in rank order.
@@ -241,10 +255,9 @@ class CountsTicket:
         Raises:
             CommError: as `Ticket.wait`.
         """
-        if self._ticket is None:
-            return self._own
-        self._ticket.wait(operation)
-        counts: list[int] = self._counts.tolist()
+        if self._ticket is not None:
+            self._ticket.wait(operation)
+        counts: list[int] = self._counts.flatten().tolist()
         return counts
 
 

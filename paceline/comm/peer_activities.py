@@ -41,12 +41,13 @@ class PeerActivities:
         yield
 
     @contextmanager
-    def call(self, call: str, *, checked: bool = True) -> Iterator[None]:
+    def call(self, call: str, *, checked: bool = True, remedy: str = "") -> Iterator[None]:
         """Report that the block is of a call that all ranks make, in the same order.
 
         Args:
-            call: the call.
+            call: the call, or the place in the script that all ranks reach, if there is a remedy.
             checked: a peer that makes another call meanwhile is an error.
+            remedy: what to do then, a sentence; "": to make the call on all ranks.
         """
         yield
 

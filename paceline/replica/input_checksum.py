@@ -2,13 +2,16 @@
 
     args, kwargs ── tensors ── up to 2^14 values of each, as float64 ── a sum of their bits
 
-It is computed on the tensors' device, and read once it has arrived, so that no step waits for it.
+Where a script calls a layer or a method instead of the model, or gives the model an object of its
+own, it is that of what the first layer is given. It is computed on the device of the tensors, and
+read once it has arrived, so that no step waits for it.
 Tensors whose values are all equal, such as zeros, don't count. A gradient's checksum wouldn't do:
 with dropout it differs between ranks that have the same samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.host_copy import HostCopy
+from paceline.replica.compiled_modules import is_compiled
 from paceline.replica.live_hooks import LiveHook, replace
 
 _VALUES = 2**14  # of a tensor: evenly distributed over it
@@ -32,6 +36,7 @@ class InputChecksum:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._step: int | None = None  # whose first forward is still to come
         self._found: dict[int, tuple[HostCopy, int]] = {}
         if model._compiled_call_impl is not None:
@@ -43,9 +48,23 @@ class InputChecksum:
 
             self._undo = replace(model, "_compiled_call_impl", call)
         else:
-            hook = LiveHook(self._look)
-            handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            self._undo = handle.remove
+            self._undo = self._hook(model)
+
+    def _hook(self, model: nn.Module) -> Callable[[], None]:
+        """Look at the model's inputs, and at those of its layers; return what undoes that."""
+        modules = list(model.modules())
+        if any(is_compiled(module) for module in modules):
+            modules = [model]  # hooks of others would be compiled, too
+        handles = [
+            module.register_forward_pre_hook(LiveHook(self._look), prepend=True, with_kwargs=True)
+            for module in modules
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
 
     def begin(self, step: int) -> None:
         """Let the next forward be the first of a step."""
@@ -63,16 +82,20 @@ class InputChecksum:
         self._undo()
         self._found.clear()
 
-    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or self._step is None:
             return
         step = self._step
-        self._step = None
-        if not _capturing():
-            tensors = [one for one in tree_leaves((args, kwargs)) if _readable(one)]
-            if tensors:
-                values = sum(one.numel() for one in tensors)
-                self._found[step] = HostCopy(_checksum(tensors)), values
+        if _capturing():
+            self._step = None
+            return
+        tensors = [one for one in tree_leaves((args, kwargs)) if _readable(one)]
+        if module is not self._model:  # a layer may be given what follows from parameters
+            tensors = [one for one in tensors if not one.requires_grad]
+        if tensors:
+            self._step = None
+            values = sum(one.numel() for one in tensors)
+            self._found[step] = HostCopy(_checksum(tensors)), values
 
 
 def _capturing() -> bool:

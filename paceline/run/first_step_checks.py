@@ -1,7 +1,8 @@
 """Checks of a script's first steps, for mistakes that change the result without an error.
 
     the model's inputs     ranks that are given the same batches: their loader isn't divided
-    the loss's graph       a mean over labels of which the ranks have unequal numbers a sample
+    the loss's graph       a mean over values of which the ranks have unequal numbers a sample, such
+                           as labels that aren't ignored; or a sum over a rank's samples
 
 Each rank adds what it has seen to the step's summary. Nothing is exchanged besides, nor waited for.
 Rank 0 reports each mistake once.
@@ -18,7 +19,7 @@ from torch import nn
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import Message, many
 from paceline.replica.input_checksum import InputChecksum
-from paceline.replica.loss_denominator import LossDenominator
+from paceline.replica.loss_denominator import LossDenominator, LossTotal
 from paceline.replica.state.checksums import name_ranks
 from paceline.run.position import Position
 from paceline.run.run import Run
@@ -28,6 +29,7 @@ STEPS = 12  # of a generation, that are checked
 _ALIKE = 3  # steps in which inputs must be the same
 _VALUES = 24  # that they must have together: a few labels may be equal by chance
 _GPU_LAG = 2  # steps until what a GPU has computed is sure to be here
+_SUM = -1.0  # what a rank adds where its loss is a sum
 _TOLERANCE = 0.01  # of what losses are means over: a script may pass rounded numbers
 
 
@@ -74,7 +76,7 @@ class FirstStepChecks:
     def begin_generation(self) -> None:
         """Look at the steps of a generation, if nothing has been found yet."""
         self._first = self._position.number
-        self._weights: deque[tuple[int, float | None]] = deque()  # by step
+        self._batches: deque[tuple[int, BatchSlice | None]] = deque()  # by step
         self._seen: list[list[tuple[int, ...]]] = [[] for _ in self._inputs]  # checksums, by rank
         self._values = [0] * len(self._inputs)
 
@@ -95,19 +97,20 @@ class FirstStepChecks:
         # A script that gives samples= and has several losses a step may have weighted them itself.
         trusted = batch.basis == "weight" or (batch.basis and self._denominator.backwards > 1)
         known = self._compares_denominators and not trusted and batch.weight > 0
-        self._weights.append((batch.number, batch.weight if known else None))
+        self._batches.append((batch.number, batch if known else None))
         self._denominator.end()
-        row = [0.0] * size * (1 + len(self._inputs))  # (1 + models, ranks), flat
-        if len(self._weights) <= self._lag:
+        row = [0.0] * size * (2 + len(self._inputs))
+        if len(self._batches) <= self._lag:
             return row
-        number, weight = self._weights.popleft()
+        number, known_batch = self._batches.popleft()
         total = self._denominator.take(number)
-        if total is not None and weight is not None:
-            row[batch.rank] = 1 + total / weight  # one more, because a rank may have no label
+        if total is not None and known_batch is not None:
+            row[batch.rank] = _code(total, known_batch)
+            row[size + batch.rank] = known_batch.weight
         for index, inputs in enumerate(self._inputs):
             checksum, values = inputs.take(number)
-            row[size * (1 + index) + batch.rank] = float(checksum)
-            self._values[index] += min(values, _VALUES // _ALIKE)  # one large step isn't enough
+            row[size * (2 + index) + batch.rank] = float(checksum)
+            self._values[index] += min(values, _VALUES // _ALIKE)
         return row
 
     def receive(self, summary: StepSummary) -> None:
@@ -116,9 +119,9 @@ class FirstStepChecks:
             return
         size = self._run.context.group.size
         number = summary.step - self._lag
-        self._compare_denominators(number, [each - 1 for each in summary.seen[:size] if each])
+        self._compare_denominators(number, summary.seen[:size], summary.seen[size : 2 * size])
         for index in range(len(self._inputs)):
-            checksums = summary.seen[size * (1 + index) : size * (2 + index)]
+            checksums = summary.seen[size * (2 + index) : size * (3 + index)]
             if all(checksums):
                 self._seen[index].append(tuple(map(int, checksums)))
                 self._compare_inputs(index)
@@ -128,16 +131,40 @@ class FirstStepChecks:
         self._open = False
         self._watched.close()
 
-    def _compare_denominators(self, number: int, means: Sequence[float]) -> None:
-        if self._compares_denominators and means and max(means) > (1 + _TOLERANCE) * min(means):
+    def _compare_denominators(
+        self, number: int, codes: Sequence[float], weights: Sequence[float]
+    ) -> None:
+        if not self._compares_denominators:
+            return
+        if all(code == _SUM for code in codes):
             self._compares_denominators = False
             self._report_on_leader(
                 Message(
-                    f"in step {number} cross entropy was a mean over unequal numbers of labels on "
-                    "the ranks, because of ignore_index or class weights, but ranks count by their "
-                    "samples: the gradient depends on the number of workers. Pass "
-                    "world.step(weight=n) on all ranks, n being what this rank's loss is a mean "
-                    "over: the labels that aren't ignored, or the sum of their class weights."
+                    f"the loss is a sum, in step {number}, or a sum divided by the number of all "
+                    "ranks' samples, and Paceline takes the mean of the ranks' losses. So the "
+                    "gradient depends on the number of workers. Divide the sum by the number of "
+                    "this rank's samples, len(x), say."
+                )
+            )
+            return
+        totals = {rank: code - 1 for rank, code in enumerate(codes) if code > 0}
+        if not totals:
+            return
+        by_weight = {rank: total / weights[rank] for rank, total in totals.items()}
+        most = max(by_weight, key=by_weight.__getitem__)
+        least = min(by_weight, key=by_weight.__getitem__)
+        bound = 1 + _TOLERANCE
+        unequal = max(totals.values()) > bound * min(totals.values())
+        if unequal and by_weight[most] > bound * by_weight[least]:
+            self._compares_denominators = False
+            self._report_on_leader(
+                Message(
+                    "the loss is a mean over values of which the ranks have unequal numbers a "
+                    f"sample, in step {number}: {totals[least]:g} on rank {least} and "
+                    f"{totals[most]:g} on rank {most}: labels that aren't ignored, tokens, pixels "
+                    "of a mask, or sums of class weights. So the gradient depends on the number of "
+                    "workers. Pass what this rank's loss is a mean over, world.step(weight=…), on "
+                    "all ranks."
                 )
             )
 
@@ -167,3 +194,12 @@ class FirstStepChecks:
     def _report_on_leader(self, note: Message) -> None:
         if self._run.context.group.rank == 0:
             self._report(note)
+
+
+def _code(loss: LossTotal, batch: BatchSlice) -> float:
+    """Return a number above 0 for what a loss is a mean over, `_SUM` for a sum, 0 if in doubt."""
+    samples = max(1, batch.last - batch.first)
+    if loss.total is None:
+        return _SUM if loss.values and loss.values % samples == 0 else 0.0
+    of_all = loss.divides and samples < loss.total == batch.global_count != loss.values
+    return _SUM if of_all else 1 + loss.total  # a rank may have no label

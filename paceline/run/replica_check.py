@@ -210,8 +210,10 @@ def replicas_differ(
     return ReplicasDiffer(
         f"the replicas differ after {many(step, 'step')}: {difference(of_ranks)}{since}. Usual "
         "causes: code that changes or loads the model, the optimizer or a learning rate on some "
-        "ranks only, or from one rank's own loss; a buffer that is computed from one rank's "
-        'samples (a script\'s paceline.parallelize(buffers="local") compares none); faulty memory.'
+        "ranks only, or from one rank's own loss; a parameter without gradient that the model "
+        "computes from one rank's samples (make it a buffer, which is rank 0's on all ranks); a "
+        'buffer that a script computes from them (with buffers="local", buffers of the model '
+        "aren't compared); faulty memory."
     )
 
 

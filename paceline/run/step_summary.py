@@ -35,7 +35,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
-from paceline.errors import CommTimeout
+from paceline.errors import CommTimeout, ConfigError
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
     False,
@@ -171,6 +171,7 @@ class StepSummaries:
         """Yield the summaries of steps below `before` that are not yielded yet; waits for them.
 
         Raises:
+            ConfigError: the ranks made different steps.
             CommError: a peer was lost, or silent.
         """
         while self._pending and self._pending[0].step < before:
@@ -210,7 +211,7 @@ class StepSummaries:
 
     def _start(self, pending: _Pending) -> None:
         """Start to gather the ranks' rows, once the device has computed this rank's values."""
-        row = torch.tensor(self._own(pending), dtype=torch.float64)
+        row = torch.tensor([pending.step, *self._own(pending)], dtype=torch.float64)
         pending.rows = row.new_empty(self.communicator.world_size, len(row))
         pending.ticket = self.communicator.all_gather(row, [*pending.rows])
 
@@ -260,8 +261,8 @@ class _Pending:
         marks: what the host reports.
         timed: the number of times among the marks.
         seen: the number of what the rank has seen, likewise.
-        rows: (ranks, values and marks), of all ranks; gathered, because Gloo takes longer to add up
-            so few numbers.
+        rows: (ranks, step, values and marks), of all ranks; gathered, because Gloo takes longer
+            to add up so few numbers.
         ticket: of the gather.
         future: what the summaries' thread has received; None: there is no thread.
     """
@@ -282,12 +283,32 @@ class _Pending:
         return f"the sums of step {self.step}"
 
     def received(self) -> list[float]:
-        """Wait for all ranks' rows; return their sum, in rank order."""
+        """Wait for all ranks' rows; return their sum, in rank order.
+
+        Raises:
+            ConfigError: the ranks are in different steps.
+            CommError: as `Ticket.wait`.
+        """
         assert self.ticket is not None
         assert self.rows is not None
         self.ticket.wait(self.operation)
-        numbers: list[float] = reduce(torch.add, self.rows).tolist()
+        steps = self.rows[:, 0].long().tolist()
+        if len({*steps}) > 1:
+            raise _apart(steps)
+        numbers: list[float] = reduce(torch.add, self.rows[:, 1:]).tolist()
         return numbers
+
+
+def _apart(steps: Sequence[int]) -> ConfigError:
+    """Return the error of ranks that made different steps together."""
+    ahead = max(range(len(steps)), key=steps.__getitem__)
+    behind = min(range(len(steps)), key=steps.__getitem__)
+    return ConfigError(
+        f"rank {ahead} made step {steps[ahead]} while rank {behind} made step {steps[behind]}: all "
+        f"ranks must train the same batches, but rank {ahead} has left one out (by `continue`, "
+        "say). To skip a batch on some ranks, pass world.step(weight=…) on all, which is 0 there; "
+        "or decide by what is the same on all, such as a world.total()."
+    )
 
 
 def all_equal(total: float, squares: float, count: int) -> bool:

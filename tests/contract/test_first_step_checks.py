@@ -61,6 +61,11 @@ def seeded(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4, generator=random), torch.randint(0, 3, (8,), generator=random)
 
 
+def others(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Other samples on each rank."""
+    return seeded(10 * rank + step)
+
+
 def reports(batch: Batch, world_size: int = 3, **options: Any) -> list[str]:
     found = run_ranks(world_size, lambda c: train(c, batch, **options))
     assert not any(found[1:])  # rank 0 alone reports
@@ -117,7 +122,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
 
     one, other = run_ranks(2, on_rank)
     assert one == other
-    assert one == [4] * STEPS + [0, 0]
+    assert one == [6] * STEPS + [0, 0]
 
 
 class Named(nn.Module):
@@ -151,6 +156,58 @@ def test_inputs_of_any_form_are_compared(same: bool) -> None:
     assert len(said) == same
 
 
+class Method(Wrapped):
+    """A model that is called by a method, or with an object of the script's own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Holder:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, batch: Holder | Tensor) -> Tensor:
+        if isinstance(batch, Tensor):
+            return torch.as_tensor(nn.Module.__call__(self, Holder(batch)))
+        return torch.as_tensor(self.layer(batch.x))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.parametrize("model", [Method, Held])
+@pytest.mark.parametrize("same", [False, True])
+def test_inputs_of_layers_are_compared_where_the_model_gets_none(model: Any, same: bool) -> None:
+    """As in Lightning's training_step, and with the batches of torch_geometric."""
+    said = reports(lambda rank, step: seeded(step if same else 10 * rank + step), model=model)
+    assert len(said) == same
+
+
+class Prototypes(nn.Module):
+    """A model whose first layer is given what follows from its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
+        self.layer = nn.Linear(4, 4)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.classes.mul_(0.9)
+        return x @ torch.as_tensor(self.layer(self.classes)).T
+
+
+def test_parameters_are_no_samples() -> None:
+    assert reports(others, model=Prototypes) == []
+
+
 def ignoring(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """A batch of which rank 1 ignores half of the labels."""
     x, y = seeded(10 * rank + step)
@@ -159,6 +216,30 @@ def ignoring(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 CLASSES = torch.tensor([1.0, 5.0, 0.2])
+
+
+def masked(how: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """A mean over the samples of label 0, in one of the ways in which it is written."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        mask, errors = y == 0, x.sum(1).square()
+        if how == "index":
+            return errors[mask].mean()
+        if how == "mse":
+            return F.mse_loss(x.sum(1)[mask], torch.zeros(int(mask.sum())))
+        if how == "number":
+            return (errors * mask).sum() / max(1, int(mask.sum())) / 4
+        if how == "nanmean":
+            return 0.5 * torch.where(mask, errors, torch.nan).nanmean()
+        return -(-errors * mask).sum() / mask.sum()
+
+    return loss
+
+
+def own_samples(x: Tensor, y: Tensor) -> Tensor:
+    """Terms that all are means over this rank's samples, or depend on none."""
+    terms = torch.stack([F.mse_loss(x, x.detach() + 1), x.square().sum() / len(x)])
+    return terms.sum() + 0.1 * x.new_ones(5, requires_grad=True).square().sum()
 
 
 @pytest.mark.parametrize(
@@ -178,8 +259,17 @@ CLASSES = torch.tensor([1.0, 5.0, 0.2])
             F.cross_entropy,
             False,
         ),
+        (others, masked("divided"), True),
+        (others, masked("index"), True),
+        (others, masked("mse"), True),
+        (others, masked("number"), True),
+        (others, masked("nanmean"), True),
+        (others, own_samples, False),
     ],
-    ids=["ignore_index", "a part of it", "sum", "class weights", "samples", "as many"],
+    ids=[
+        *("ignore_index", "a part of it", "sum", "class weights", "samples", "as many"),
+        *("mask", "index", "mse_loss", "number", "nanmean", "own samples"),
+    ],
 )
 def test_a_mean_of_unequal_numbers_of_labels_is_reported(
     batch: Batch, loss: Any, found: bool
@@ -187,6 +277,25 @@ def test_a_mean_of_unequal_numbers_of_labels_is_reported(
     said = reports(batch, loss=loss)
     assert len(said) == found
     assert all("world.step(weight=n)" in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda x, y: F.mse_loss(x, x.detach() + 1, reduction="sum"), True),
+        (lambda x, y: x.square().sum() + 2 * x.sum(), True),
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum") / 24, True),  # the global batch
+        (lambda x, y: x.square().sum() / 100, False),
+        (lambda x, y: 3 / 24 * x.square().sum(), False),  # a script may know of the ranks
+        (lambda x, y: torch.stack([*x.square().mean(1)]).sum(), False),
+    ],
+    ids=["mse_loss", "sums", "global batch", "constant", "ranks", "of losses"],
+)
+def test_a_sum_is_reported(loss: Any, found: bool) -> None:
+    """As in the VAE of pytorch/examples, whose losses are sums."""
+    said = reports(others, loss=loss)
+    assert len(said) == found
+    assert all("Divide the sum by the number of this rank's samples" in one for one in said)
 
 
 def test_a_script_that_gives_the_weight_is_not_told() -> None:

@@ -117,6 +117,30 @@ def test_a_call_that_only_rank_0_makes_is_named(
         assert len(re.findall(said, ended.text)) == 1
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("preview", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
+        ("break", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
+        ("skip", "rank 0 made step 2 while rank 1 made step 1: "),
+        ("samples", "world.step(samples=…) was reached on rank 0 and not on rank 1"),
+        ("stream-break", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
+        ("stream-skip", "the loader's next batch was reached on rank 0 and not on rank 1"),
+    ],
+)
+def test_a_loop_that_rank_0_alone_changes_is_named(how: str, said: str, tmp_path: Path) -> None:
+    """A preview, an early stop, a batch that is skipped where its loss is NaN.
+
+    As in pytorch/audio#3749, OpenBMB/BMTrain#108 and Lightning-AI/pytorch-lightning#5243. The sums
+    of such a loop met those of a step, of another size, for which Gloo aborts the process; or the
+    ranks went back to the same batches for ever.
+    """
+    ended = run_by("paceline", *SCRIPT, how, folder=tmp_path)
+    assert ended.status == 2, ended.text
+    assert ended.text.count(said) == 1, ended.text
+    assert "continue" not in ended.text.replace("`continue`", "")
+
+
 @pytest.mark.parametrize("how", ["plain", "peek"])
 def test_an_evaluation_of_rank_0s_part_alone_is_named(how: str, tmp_path: Path) -> None:
     ended = run_by("paceline", *SCRIPT, how, folder=tmp_path)

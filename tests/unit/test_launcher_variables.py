@@ -270,6 +270,8 @@ def test_agents_of_torchrun_that_know_only_of_themselves_have_a_note(outer: dict
         ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "6"}, "jsrun"),
         ({"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"}, "bpslaunch"),
         ({"ALPS_APP_PE": "1"}, "aprun"),
+        ({"PALS_RANKID": "1"}, "PALS's mpiexec"),
+        ({"PBS_VNODENUM": "1"}, "pbsdsh"),
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "a launcher started this process"),
         (SHELL_OF_SRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun"),
         # DeepSpeed's, and those of Lightning's own launcher

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.member_watch import MemberWatch
 from tests.harness.processes.worlds import world_of
@@ -54,3 +58,24 @@ def test_a_member_without_evidence_names_the_cause_that_another_one_reports() ->
     assert watch.cause_of(C) == watch.suspicions[C].reason != "C was killed by SIGKILL"
     watch.enter(GENERATION, {A, B})
     assert watch.reasons() == {C: watch.cause_of(C)}
+
+
+def test_after_a_step_that_was_long_on_all_members_none_is_slow_whose_report_comes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a model is compiled anew, or each step takes longer than the timeout."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watch = watch_of(A)
+    for _ in range(99):  # of a step: longer than the timeout
+        now += 0.9
+        assert not watch.judge({B: 0.1, C: 0.1})
+    watch.progressed(A, 7, 8, {A: 1, B: 2, C: 3})
+    watch.progressed(B, 7, 8, {A: 1, B: 2, C: 3})
+    for _ in range(65):
+        now += 0.9
+        assert not watch.judge({B: 0.1, C: 0.1})
+    for _ in range(3):
+        now += 0.9
+        watch.judge({B: 0.1, C: 0.1})
+    assert watch.suspicions.keys() == {C}  # behind the others for longer than the timeout

@@ -16,18 +16,20 @@ from typing import Any, overload
 
 from torch.utils.data import IterableDataset
 
-from paceline.api.argument_names import errors_name_arguments
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.loaders.evaluation import Evaluation
 from paceline.api.loaders.stream_loader import UNEVEN, CurrentBatch, StreamLoader
 from paceline.api.world import World, require_world
-from paceline.comm.communicator import gather_bytes
+from paceline.comm.communicator import gather_bytes, gather_counts
 from paceline.data.batch_count import samples_in
+from paceline.data.dataset_checksum import dataset_checksum
 from paceline.data.drawn_order import DrawnOrder, SamplerDraws, WeightedSampler
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
+from paceline.replica.state.checksums import name_ranks
 
 
 class Loader(CurrentBatch):
@@ -260,6 +262,7 @@ def loader(
             "sampler": None if sampler is None else type(sampler).__name__,
         }
         _require_equal(world, facts)
+        _compare_data(world, dataset)
         order: Order
         if draws is None:
             order = Order(
@@ -382,6 +385,23 @@ def _full_batches(size: int, batch_size: int) -> int:
             f"{batch_size}: use a smaller batch_size, or drop_last=False."
         )
     return size // max(batch_size, 1) * batch_size
+
+
+def _compare_data(world: World, dataset: object) -> None:
+    """Say where the ranks' data sets differ, though they are as long; collective."""
+    communicator = world._run.context.communicator
+    if communicator.world_size == 1:
+        return
+    checksums = gather_counts(communicator, dataset_checksum(dataset), "the ranks' data sets")
+    others = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
+    if others and communicator.rank == 0:
+        print_message_for_scripts(
+            f"warning: the data set of paceline.loader() ({type(dataset).__name__}) has other "
+            f"samples on {name_ranks(others)} than on rank 0. Each rank trains its part of the "
+            "same positions, so some samples are trained twice and others never. Pass all samples, "
+            "undivided and in the same order, on all ranks: seed a split or a shuffle, sort what "
+            "comes from a set or a folder, and leave it to the loader to divide them."
+        )
 
 
 def _require_equal(world: World, facts: Mapping[str, object]) -> None:

@@ -16,6 +16,7 @@ from contextlib import closing
 from itertools import accumulate
 from typing import Any
 
+from paceline.api.script_loop import ALIKE
 from paceline.api.world import World
 from paceline.comm.communicator import CountsTicket
 from paceline.data.batch_count import samples_in
@@ -24,6 +25,7 @@ from paceline.data.stream import Stream
 from paceline.errors import ConfigError
 
 UNEVEN = ("join", "shortest")
+_NEXT_BATCH = "the loader's next batch"
 _WHAT = "the numbers of samples of the ranks' next batches"
 
 
@@ -121,6 +123,9 @@ class StreamLoader(CurrentBatch):
                 world._loop.queue_slice(batch_slice, found)
                 placeholder, own = known, None if own is None else next(batches, None)
                 counts = self._exchange(own)
+                if len(world._position.waiting) > 1:  # or this rank alone has skipped a batch
+                    with world._run.context.activities.call(_NEXT_BATCH, remedy=ALIKE):
+                        counts = iter([next(counts)])
                 yield batch
                 step, taken = step + 1, batch_slice.cuts[-1]
         world._loop.end_steps()

@@ -42,6 +42,8 @@ UNREAD = tuple(
         ("MVAPICH's mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         ("MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),
         ("aprun", "ALPS_APP_PE", ""),
+        ("PALS's mpiexec", "PALS_RANKID", ""),
+        ("pbsdsh", "PBS_VNODENUM", ""),
         ("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
         ("a launcher with PMIx", "PMIX_RANK", "PMIX_SIZE"),
         ("a launcher", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

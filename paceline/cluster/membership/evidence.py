@@ -79,6 +79,7 @@ class MemberEvidence:
             step of the generation, which may take long.
         progress_at: when that report came.
         outside_at: when its heartbeats last carried that it works outside a step.
+        behind_at: when another member was first reported in a later step, since that report.
         exited: how it exited, such as "exited with signal 9 (SIGKILL)"; None without a report.
         closed_at: when its last connection ended; None while it is connected.
         received_by: the ids of the members whose latest reports say that its heartbeats come.
@@ -91,6 +92,7 @@ class MemberEvidence:
     step: int
     progress_at: float
     outside_at: float = float("-inf")
+    behind_at: float = float("-inf")
     exited: str | None = None
     closed_at: float | None = None
     received_by: tuple[str, ...] = ()
@@ -187,8 +189,9 @@ def _slow(
     """Return those without progress that the others wait for, and that wait for no other.
 
     Members that announced a timeout are themselves waiting. A member that works outside a step is
-    waited for; the time within the next step counts from its begin. A member's first step has a
-    limit of its own: only such a timeout makes it slow.
+    waited for; the time within the next step counts from its begin. A step may take long on all
+    members: the time of one that is behind counts from when another was ahead of it. A member's
+    first step has a limit of its own: only such a timeout makes it slow.
     """
     waiting = {other for each in evidence.values() for other in each.timed_out}
     first = min(evidence, key=lambda member: evidence[member].step, default=None)
@@ -197,7 +200,8 @@ def _slow(
         return {}
     suspected = {}
     for member, each in evidence.items():
-        age = now - max(each.progress_at, each.outside_at, observer.resumed_at)
+        reported_at = max(each.progress_at, each.behind_at)
+        age = now - max(reported_at, each.outside_at, observer.resumed_at)
         behind = 0 < each.step == evidence[first].step < evidence[last].step
         awaited = [evidence[other].name for other in each.timed_out if other in evidence]
         if age <= options.timeout or member in waiting or member == observer.id:

@@ -138,8 +138,13 @@ class MemberWatch:
         """
         self._reports[member], self._received[member] = number, frozenset(received)
         known = self._evidence.get(member)
-        if known is not None and known.step != step:
-            self._note(member, step=step, progress_at=time.monotonic())
+        if known is None or known.step == step:
+            return
+        now = time.monotonic()
+        self._note(member, step=step, progress_at=now)
+        for other, each in self._evidence.items():
+            if each.step < step and each.behind_at <= each.progress_at:
+                self._note(other, behind_at=now)
 
     def received(self) -> dict[str, int]:
         """Return the members whose heartbeats come, with the numbers of their last reports."""

@@ -2,7 +2,7 @@
 
     python -m tests.harness.library.busy_script HOW [--run RUN] [--seconds S] [--idle_timeout S]
 
-HOW is what happens after each epoch:
+HOW is what happens after each epoch (with "stream-" before it, of a stream's loader):
 
     work         rank 0 works for S seconds: an evaluation of its own, a plot, an upload
     held         the same, with the interpreter's lock held
@@ -16,6 +16,13 @@ HOW is what happens after each epoch:
     merge        rank 0 alone calls world.merge()
     peek         rank 0 looks at the first batch of an evaluation's loader, which is no evaluation
 
+or what rank 0 alone does in the first epoch:
+
+    preview      it looks at the first batch of the training loader, before all ranks iterate it
+    break        it leaves the loop after the second step
+    skip         it leaves out the second batch, without a step
+    samples      it passes samples= to the second step
+
 Each rank that reaches the end prints the ranks, and the sum of its weights.
 """
 
@@ -26,14 +33,28 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import torch
-from torch.utils.data import TensorDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
 
 EPOCHS = 2
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """A rank's own part of the samples."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        data = samples()
+        for number in range(self.rank, len(data), self.world_size):
+            yield data[number]
 
 
 def work(seconds: float) -> None:
@@ -94,16 +115,25 @@ def main() -> None:
     optimizer = sgd(model)
     sync = "average" if options.how == "merge" else "auto"
     paceline.parallelize(model, optimizer, world, sync=sync)
-    loader = paceline.loader(samples(), BATCH, world)
+    how = options.how.removeprefix("stream-")
+    data = samples() if how == options.how else Stream(world.rank, world.world_size)
+    loader = paceline.loader(data, BATCH, world)
     test = paceline.loader(samples(), BATCH, world, train=False)
     leads = world.rank == 0
+    if how == "preview" and leads:
+        next(iter(loader))
     for _ in range(loader.epoch, EPOCHS):
         for x, y in loader:
-            with world.step():
+            acts = leads and loader.step == 1
+            if how == "skip" and acts:
+                continue
+            with world.step(samples=len(x) if how == "samples" and acts else None):
                 loss_of(model, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        between(world, test, options.how, options.seconds, leads=leads)
+            if how == "break" and acts:
+                break
+        between(world, test, how, options.seconds, leads=leads)
     world.settle()
     weights = sum(float(value.double().sum()) for value in model.state_dict().values())
     print(f"ended with {world.world_size} ranks, weights {weights:.10f}", flush=True)

@@ -18,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -72,7 +73,13 @@ def ignoring(world: paceline.World) -> Iterable[Any]:
     return paceline.loader(IGNORING, 16, world)
 
 
-WRONG = (shuffled, weighted, stream, ignoring)
+def parts(world: paceline.World) -> Iterable[Any]:
+    """A part of the data set, which the loader divides again."""
+    numbers = range(world.rank, 96, world.world_size)
+    return paceline.loader(Subset(DATA, numbers), 16, world)
+
+
+WRONG = (shuffled, weighted, stream, ignoring, parts)
 RIGHT = (divided_stream, distributed)
 
 

@@ -26,6 +26,7 @@ from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
+from paceline.comm.communicator import not_on_all
 from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import ConfigError, IdleTimeout, Message
 
@@ -108,6 +109,7 @@ class Activities(PeerActivities):
         self._calls = 0
         self._call = ""
         self._checked = False  # whether a peer that makes another call is an error
+        self._remedy = ""  # of such an error
         self._last_call = ""
         self._seen = -1  # what follows is used on the line's thread
         self._sent = Activity()
@@ -130,7 +132,7 @@ class Activities(PeerActivities):
             self._set(WORKING)
 
     @contextmanager
-    def call(self, call: str, *, checked: bool = True) -> Iterator[None]:
+    def call(self, call: str, *, checked: bool = True, remedy: str = "") -> Iterator[None]:
         """Report that the block is of a call that all ranks make, in the same order."""
         if self._call:  # one call makes another
             yield
@@ -138,6 +140,7 @@ class Activities(PeerActivities):
         if self._calls >= 0:
             self._calls += 1
         self._checked = checked
+        self._remedy = remedy
         self._call = call
         self._changes += 1
         try:
@@ -258,19 +261,27 @@ class Activities(PeerActivities):
                 continue
             instead = self._instead(other)
             if instead:
+                rank_here = ids.index(self._member)
+                if not self._remedy:
+                    raise not_on_all(self._call, rank_here, rank, instead)
                 raise ConfigError(
-                    f"rank {ids.index(self._member)} waits in {self._call}, but rank {rank} "
-                    f"{instead}: all ranks must make the same calls in the same order. Make each "
-                    "call on all ranks, not under `if world.rank == 0:`, and iterate evaluations "
-                    "to their end."
+                    f"rank {rank_here} has reached {self._call}, but rank {rank} {instead}: all "
+                    f"ranks must make the same calls in the same order. {self._remedy}"
                 )
 
     def _instead(self, other: Activity) -> str:
-        """Return what another member does instead of this member's call; "" if it may come."""
+        """Return what another member does instead of this member's call; "" if it may come.
+
+        Where this member has only reached a place, the other one says what it does instead of that.
+        """
+        if other.calls < self._calls and other.state == STEP and other.steps >= self._steps:
+            return f"is in step {other.steps:,}"
+        if other.calls < self._calls and other.steps > self._steps:
+            return f"has made step {other.steps - 1:,}"
+        if self._remedy:
+            return ""
         if other.state == ENDED and other.calls <= self._calls:  # `close` was its last call
             return "has closed its world"
-        if other.state == STEP and other.calls < self._calls and other.steps >= self._steps:
-            return f"is in step {other.steps:,}"
         if other.calls == self._calls and other.call not in ("", self._call):
             return f"is in {other.call}"
         return ""
