@@ -140,10 +140,10 @@ class FirstStepChecks:
             self._compares_denominators = False
             self._report_on_leader(
                 Message(
-                    f"the loss is a sum, in step {number}, or a sum divided by the number of all "
-                    "ranks' samples, and Paceline takes the mean of the ranks' losses. So the "
+                    f"in step {number} the loss was a sum, or a sum divided by the number of all "
+                    "ranks' samples, but Paceline takes the mean of the ranks' losses: the "
                     "gradient depends on the number of workers. Divide the sum by the number of "
-                    "this rank's samples, len(x), say."
+                    "this rank's samples, such as len(x)."
                 )
             )
             return
@@ -159,12 +159,12 @@ class FirstStepChecks:
             self._compares_denominators = False
             self._report_on_leader(
                 Message(
-                    "the loss is a mean over values of which the ranks have unequal numbers a "
-                    f"sample, in step {number}: {totals[least]:g} on rank {least} and "
-                    f"{totals[most]:g} on rank {most}: labels that aren't ignored, tokens, pixels "
-                    "of a mask, or sums of class weights. So the gradient depends on the number of "
-                    "workers. Pass what this rank's loss is a mean over, world.step(weight=…), on "
-                    "all ranks."
+                    f"in step {number} the loss was a mean over {totals[least]:g} values on rank "
+                    f"{least} and {totals[most]:g} on rank {most}, more of them a sample on one "
+                    "than on the other (labels that aren't ignored, tokens, pixels of a mask, sums "
+                    "of class weights), but ranks count by their samples: the gradient depends on "
+                    "the number of workers. Pass world.step(weight=n) on all ranks, n being what "
+                    "this rank's loss is a mean over."
                 )
             )
 

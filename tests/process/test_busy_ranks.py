@@ -120,12 +120,12 @@ def test_a_call_that_only_rank_0_makes_is_named(
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("preview", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
-        ("break", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
+        ("preview", "rank 0 has reached the begin of the loader's epoch, but rank 1 "),
+        ("break", "rank 0 has reached the begin of the loader's epoch, but rank 1 "),
         ("skip", "rank 0 made step 2 while rank 1 made step 1: "),
-        ("samples", "world.step(samples=…) was reached on rank 0 and not on rank 1"),
-        ("stream-break", "the begin of the loader's epoch was reached on rank 0 and not on rank 1"),
-        ("stream-skip", "the loader's next batch was reached on rank 0 and not on rank 1"),
+        ("samples", "rank 0 has reached world.step(samples=…), but rank 1 "),
+        ("stream-break", "rank 0 has reached the begin of the loader's epoch, but rank 1 "),
+        ("stream-skip", "rank 0 has reached the loader's next batch, but rank 1 "),
     ],
 )
 def test_a_loop_that_rank_0_alone_changes_is_named(how: str, said: str, tmp_path: Path) -> None:
