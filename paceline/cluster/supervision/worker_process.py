@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.cluster.environment import WorkerEnvironment, environment_of
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import END
 from paceline.cluster.supervision.survival_mark import read_mark
 from paceline.errors import CommError
@@ -48,7 +48,8 @@ class WorkerProcess:
     ) -> None:
         self._error_file = Path(environment.error_file)
         self._survival_mark = environment.survival_mark
-        self._local_rank, self._events = environment.local_rank, events
+        self._local_rank = environment.local_rank
+        self._events = events
         self._lock = threading.Lock()  # over `_running`: a reaped process's number is used again
         self._running = True
         self._process = subprocess.Popen(
