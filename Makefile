@@ -7,9 +7,11 @@ STAMP := $(VENV)/.installed
 # Each process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What a machine with torch, NumPy and no network lacks: the other dependencies, and what they need.
+# What a machine with torch, NumPy, numba and no network lacks: the other dependencies, and what they
+# need. GPU_MORE names further ones: numba with llvmlite is five times as large as all the rest.
 GPU_WHEELS := cloudpickle docstring_parser lmdb markdown-it-py mdurl pillow plyvel protobuf \
 	Pygments redis rich simplejpeg tomli_w typeguard typing_extensions tyro
+GPU_MORE :=
 # pip takes a wheel for exactly these names.
 GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1
 GPU_OPTIONS ?= --json build/gpu.json
@@ -73,7 +75,7 @@ gpu-wheels: setup ## Collect what `make test-gpu` needs on a machine without a n
 	rm -rf gpu-wheels
 	$(BIN)/pip download --quiet --dest gpu-wheels --no-deps --only-binary=:all: \
 		--python-version 3.12 --implementation cp $(GPU_PLATFORMS:%=--platform %_x86_64) \
-		$$(for name in $(GPU_WHEELS); do grep "^$$name==" constraints.txt; done)
+		$$(for name in $(GPU_WHEELS) $(GPU_MORE); do grep "^$$name==" constraints.txt; done)
 	$(BIN)/pip wheel --quiet --wheel-dir gpu-wheels --no-deps .  # for its version: this folder is first
 
 clean: ## Remove what make made, but not the runs

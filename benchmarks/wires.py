@@ -1,4 +1,4 @@
-"""What a wire's arithmetic costs: each kernel, its plain twin, and torch's operation of its kind.
+"""What a wire's arithmetic costs: each kernel, and torch's operation of its kind.
 
     python benchmarks/wires.py [--quick]
 
@@ -12,25 +12,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from rounds import interleaved
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
-from paceline.codecs.kernels import (
-    compiled,
-    compiled_int4,
-    compiled_topk,
-    plain,
-    plain_int4,
-    plain_topk,
-)
+from paceline.codecs.kernels.compiled import add_up
+from paceline.codecs.merge_codecs import merge_codec
 
 NUMEL, SMALL, CALLS = 25_600_000, 64, 500
 
@@ -44,39 +35,26 @@ def main() -> None:
     options = parser.parse_args()
     numel, rounds = (256_000, 3) if options.quick else (NUMEL, options.rounds)
     torch.set_num_threads(1)
-    twins = {
-        "kernel": (compiled, codecs_of(compiled, compiled_int4, compiled_topk)),
-        "plain": (plain, codecs_of(plain, plain_int4, plain_topk)),
-    }
     values, few = ([torch.randn(n) for _ in range(5)] for n in (numel, SMALL))
-    large = {name: kernels_work(*twin, values) for name, twin in twins.items()}
-    large["torch"] = torch_work(values)
-    small = {"call": kernels_work(*twins["kernel"], few), "torch's call": torch_work(few)}
+    large = {"kernel": kernels_work(values), "torch": torch_work(values)}
+    small = {"call": kernels_work(few), "torch's call": torch_work(few)}
     times = run(large, rounds, calls=1, unit=1e-3) | run(small, rounds, calls=CALLS, unit=1e-6)
     print(f"{numel} values, one thread, medians of {rounds} rounds\n")
-    heads = ("kernel, ms", "plain, ms", "torch, ms", "call, µs", "torch's call, µs")
+    heads = ("kernel, ms", "torch, ms", "call, µs", "torch's call, µs")
     print(f"{'':22}" + "".join(f"{head:>18}" for head in heads))
     for name in large["kernel"]:
         row = [times.get((column, name)) for column in (*large, *small)]
         print(f"{name:22}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
 
 
-def codecs_of(kernels: Any, int4: Any, topk: Any) -> dict[str, Codec]:
-    """Name the codecs that the modules implement."""
-    return {
-        "bf16": kernels.Bf16(),
-        "int8": kernels.Int8(),
-        "int4": int4.Int4(),
-        "topk:0.02": topk.TopK(fraction=Fraction("0.02")),
-    }
-
-
-def kernels_work(kernels: Any, codecs: Mapping[str, Codec], values: Sequence[Tensor]) -> Work:
+def kernels_work(values: Sequence[Tensor]) -> Work:
     """Name what the kernels and codecs do, with five tensors of values."""
     *parts, out = values
     numel, error, missed, sums = len(out), parts[-1], torch.empty_like(out), torch.empty_like(out)
     work: Work = {}
-    for name, codec in codecs.items():
+    for name in ("bf16", "int8", "int4", "topk:0.02"):
+        codec = merge_codec(name)
+        assert codec is not None
         data = torch.zeros(codec.size(numel), dtype=torch.uint8)
         work[f"{name} encode"] = partial(
             codec.encode, [(0, numel, parts[0])], 0.5, error, data, missed
@@ -90,10 +68,10 @@ def kernels_work(kernels: Any, codecs: Mapping[str, Codec], values: Sequence[Ten
     for count in (1, 2, 4):
         added = [[(0, numel, part)] for part in parts[:count]]
         weights = [0.5, 0.25, 1.0, 0.1][:count]
-        work[f"sum of {count}"] = partial(kernels.add_up, added, weights, out)
+        work[f"sum of {count}"] = partial(add_up, added, weights, out)
         if count < 4:
             work[f"sum of {count} past caches"] = partial(
-                kernels.add_up, added, weights, out, past_caches=True
+                add_up, added, weights, out, past_caches=True
             )
     return work
 

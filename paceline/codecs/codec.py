@@ -154,7 +154,8 @@ def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:
     """Cut pieces to a range of values, and count from the first of these."""
     found = []
     for start, stop, piece in pieces:
-        a, b = max(start, values.start), min(stop, values.stop)
+        a = max(start, values.start)
+        b = min(stop, values.stop)
         if a < b:
             inside = piece if (a, b) == (start, stop) else piece[a - start : b - start]
             found.append((a - values.start, b - values.start, inside))

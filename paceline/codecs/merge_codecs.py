@@ -9,20 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 from paceline.codecs.codec import Codec
 from paceline.codecs.codecs import CODECS
-from paceline.codecs.kernels.plain_topk import TopK
+from paceline.codecs.kernels.compiled_int4 import Int4
+from paceline.codecs.kernels.compiled_topk import TopK
 from paceline.errors import ConfigError, Message
 
-_KIND = "plain" if find_spec("numba") is None else "compiled"
-_int4: Any = import_module(f"paceline.codecs.kernels.{_KIND}_int4")
-_topk: Any = import_module(f"paceline.codecs.kernels.{_KIND}_topk")
-
-MERGE_CODECS: Mapping[str, Codec | None] = {**CODECS, "int4": _int4.Int4()}
+MERGE_CODECS: Mapping[str, Codec | None] = {**CODECS, "int4": Int4()}
 _LARGEST = Fraction(1, 2)  # of a chunk's values: beyond, int4 is smaller and more precise
 _BLOCK = 2**16  # values, by which sizes are compared
 
@@ -60,7 +54,7 @@ def merge_codec(text: str) -> Codec | None:
                 values[0],
             )
         )
-    return _make_topk(_fraction(text, values[0]), int(bits))
+    return TopK(fraction=_fraction(text, values[0]), bits=int(bits))
 
 
 def return_codec(codec: Codec | None, groups: int) -> Codec | None:
@@ -77,14 +71,10 @@ def return_codec(codec: Codec | None, groups: int) -> Codec | None:
     if not isinstance(codec, TopK):
         return codec
     fraction = min(codec.fraction * groups, _LARGEST)
-    wider, int4 = _make_topk(fraction, 4), MERGE_CODECS["int4"]
+    wider = TopK(fraction=fraction, bits=4)
+    int4 = MERGE_CODECS["int4"]
     assert int4 is not None
     return wider if wider.size(_BLOCK) < int4.size(_BLOCK) else int4
-
-
-def _make_topk(fraction: Fraction, bits: int) -> Codec:
-    codec: Codec = _topk.TopK(fraction=fraction, bits=bits)
-    return codec
 
 
 def _fraction(text: str, fraction: str) -> Fraction:

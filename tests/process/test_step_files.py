@@ -11,7 +11,7 @@ import pytest
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.api.world import World
-from paceline.codecs.kernels import compiled, plain
+from paceline.codecs.kernels import compiled
 from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport.tcp import connect_by_tcp
@@ -48,7 +48,6 @@ def test_a_step_runs(part: Any, files: set[str]) -> None:
         pytest.param(make_allreduce, id="another synchronizer"),
         pytest.param(ReadTracer, id="what the first step learns by"),
         pytest.param(connect_by_tcp, id="what only connects"),
-        pytest.param(plain, id="the kernels for where numba is missing"),
     ],
 )
 def test_a_step_does_not_run(part: Any, files: set[str]) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec
-from paceline.codecs.kernels.unencoded import Unencoded
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
+from tests.harness.reference.unencoded import Unencoded
 
 NUMEL, HALF = 10_000, 4992
 OTHERS, OWN = slice(0, HALF), slice(HALF, NUMEL)  # the shards of group 0, and of this group, 1

@@ -1,4 +1,4 @@
-"""The wheels for a GPU machine without a network: all that Paceline needs besides torch."""
+"""The wheels for a GPU machine without a network: all that Paceline needs besides torch and numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-THERE = {"torch", "numpy"}  # on such a machine, with all that they need
+THERE = {"torch", "numpy", "numba"}  # on such a machine, with all that they need
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, Piece
-from paceline.codecs.kernels import compiled, plain
+from paceline.codecs.kernels import compiled
+from tests.harness.reference import plain
 
-every_twin = pytest.mark.parametrize("kernels", [compiled, plain], ids=["compiled", "plain"])
+every_kernel = pytest.mark.parametrize("kernels", [compiled, plain], ids=["compiled", "plain"])
 every_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 )
@@ -41,7 +42,7 @@ def pieces(part: Tensor, *cuts: int) -> list[Piece]:
 
 @pytest.mark.parametrize("numel", [0, 1, 255, 4096, 4097, 100_003])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@every_twin
+@every_kernel
 def test_parts_are_added_in_order_and_each_step_is_rounded(
     kernels: Any, count: int, numel: int
 ) -> None:
@@ -62,7 +63,7 @@ def test_parts_are_added_in_order_and_each_step_is_rounded(
 
 
 @every_dtype
-@every_twin
+@every_kernel
 def test_pieces_cut_differently_are_added_as_the_wholes_are(
     kernels: Any, dtype: torch.dtype
 ) -> None:
@@ -75,7 +76,7 @@ def test_pieces_cut_differently_are_added_as_the_wholes_are(
         assert torch.equal(out, expected)
 
 
-@every_twin
+@every_kernel
 def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Any) -> None:
     out, other = torch.zeros(10), torch.zeros(10, dtype=torch.float64)
     for part in (pieces(out[1:]), pieces(out, 4)[1:], pieces(other)):
@@ -84,7 +85,7 @@ def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Any) -> None:
 
 
 @every_dtype
-@every_twin
+@every_kernel
 def test_a_part_of_weight_0_is_left_out_whatever_it_holds(kernels: Any, dtype: torch.dtype) -> None:
     for place in range(3):
         parts, weights = parts_of(3, 5000, dtype), [0.5, 0.25, 0.125]
@@ -99,7 +100,7 @@ def test_a_part_of_weight_0_is_left_out_whatever_it_holds(kernels: Any, dtype: t
 
 
 @every_dtype
-@every_twin
+@every_kernel
 def test_no_part_that_counts_makes_zeros(kernels: Any, dtype: torch.dtype) -> None:
     nothing = whole([torch.full((5000,), torch.nan, dtype=dtype)])
     for past_caches in (False, True):
@@ -109,7 +110,7 @@ def test_no_part_that_counts_makes_zeros(kernels: Any, dtype: torch.dtype) -> No
 
 
 @every_dtype
-def test_both_twins_add_to_the_same_bits(dtype: torch.dtype) -> None:
+def test_the_kernels_add_to_the_same_bits_as_the_reference(dtype: torch.dtype) -> None:
     parts, weights = parts_of(4, 70_001, dtype), [0.3, 0.21, 0.0, 1 / 3]
     one, other = torch.zeros(2, 70_001, dtype=dtype)
     compiled.add_up(whole(parts), weights, one)
@@ -118,7 +119,7 @@ def test_both_twins_add_to_the_same_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("work", ["sum", "bf16", "int8"])
-@every_twin
+@every_kernel
 def test_other_threads_go_on_meanwhile(kernels: Any, work: str) -> None:
     parts = parts_of(2, 300_000, torch.float32)
     out, data = torch.zeros(300_000), torch.zeros(2 * 300_000, dtype=torch.uint8)

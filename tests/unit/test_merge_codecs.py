@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from fractions import Fraction
 
 import pytest
@@ -13,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs import merge_codecs
 from paceline.codecs.codec import Codec
 from paceline.codecs.codecs import CODECS
-from paceline.codecs.kernels import compiled_int4, compiled_topk, plain_int4, plain_topk
-from paceline.codecs.kernels.plain_topk import CHUNK, TopK
+from paceline.codecs.kernels import compiled_int4, compiled_topk
+from paceline.codecs.kernels.compiled_topk import CHUNK, TopK
 from paceline.codecs.merge_codecs import MERGE_CODECS, merge_codec, return_codec
 from paceline.config.world import CHOICES
 from paceline.errors import ConfigError
 from tests.harness.equivalence.codec_memory import Coded, code, same_bits
+from tests.harness.reference import plain_int4, plain_topk
 
 every_int4 = pytest.mark.parametrize(
     "codec", [compiled_int4.Int4(), plain_int4.Int4()], ids=["compiled", "plain"]
 )
+TopKKind = type[compiled_topk.TopK] | type[plain_topk.TopK]
 every_topk = pytest.mark.parametrize("kind", [compiled_topk.TopK, plain_topk.TopK])
 
 
@@ -97,7 +96,7 @@ def indices_in(data: Tensor, kept: int) -> list[int]:
     seed=st.integers(0, 2**32),
 )
 def test_topk_keeps_the_largest_and_of_equals_the_first(
-    kind: type[TopK],
+    kind: TopKKind,
     numel: int,
     levels: int,
     zeros: float,
@@ -128,7 +127,7 @@ def test_topk_keeps_the_largest_and_of_equals_the_first(
     bits=st.sampled_from([2, 4]),
 )
 def test_topk_takes_12_bits_and_the_codes_of_what_it_keeps(
-    kind: type[TopK], numel: int, fraction: Fraction, bits: int
+    kind: TopKKind, numel: int, fraction: Fraction, bits: int
 ) -> None:
     size = 0
     for length in [CHUNK] * (numel // CHUNK) + [numel % CHUNK] * (numel % CHUNK > 0):
@@ -138,7 +137,7 @@ def test_topk_takes_12_bits_and_the_codes_of_what_it_keeps(
 
 
 @every_topk
-def test_topk_packs_indices_then_codes(kind: type[TopK]) -> None:
+def test_topk_packs_indices_then_codes(kind: TopKKind) -> None:
     values = torch.zeros(CHUNK)
     places = [1, 0xABC - 1, 0xABC, 4000, 4095]
     values[places] = torch.tensor([3.0, -1.0, 1.0, -5.0, 4.0])
@@ -151,7 +150,7 @@ def test_topk_packs_indices_then_codes(kind: type[TopK]) -> None:
 
 
 @every_topk
-def test_topk_of_4_bits_divides_the_range_evenly(kind: type[TopK]) -> None:
+def test_topk_of_4_bits_divides_the_range_evenly(kind: TopKKind) -> None:
     values = torch.zeros(100)
     values[10:18] = torch.arange(2.0, 10)
     values[20:24] = torch.tensor([-9.0, -3.4, -3.6, 5.5])
@@ -163,7 +162,7 @@ def test_topk_of_4_bits_divides_the_range_evenly(kind: type[TopK]) -> None:
 
 @every_topk
 @pytest.mark.parametrize("bits", [2, 4])
-def test_topk_decodes_values_of_one_magnitude_exactly(kind: type[TopK], bits: int) -> None:
+def test_topk_decodes_values_of_one_magnitude_exactly(kind: TopKKind, bits: int) -> None:
     for magnitude in (1.0, 0.1, 1e-30, 3e37):
         values = torch.full((5000,), magnitude)
         values[::3] *= -1
@@ -178,7 +177,7 @@ def test_topk_decodes_values_of_one_magnitude_exactly(kind: type[TopK], bits: in
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("largest", [0.0, -0.0, 1e-45, 2.0**-119 * 0.99])
 def test_topk_keeps_nothing_of_a_chunk_of_zeros_or_near_them(
-    kind: type[TopK], bits: int, largest: float
+    kind: TopKKind, bits: int, largest: float
 ) -> None:
     values = torch.linspace(-1, 1, 5000).mul_(largest)
     coded = encoded(kind(fraction=Fraction("0.02"), bits=bits), values)
@@ -191,7 +190,7 @@ def test_topk_keeps_nothing_of_a_chunk_of_zeros_or_near_them(
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("place", [0, 1, CHUNK - 1])
 def test_topk_ends_behind_the_last_value_that_is_not_zero(
-    kind: type[TopK], bits: int, place: int
+    kind: TopKKind, bits: int, place: int
 ) -> None:
     values = torch.zeros(2 * CHUNK)
     values[place], values[CHUNK + place] = 3.0, -5.0
@@ -202,7 +201,7 @@ def test_topk_ends_behind_the_last_value_that_is_not_zero(
 
 @every_topk
 @pytest.mark.parametrize("bits", [2, 4])
-def test_topk_keeps_denormals_beside_others(kind: type[TopK], bits: int) -> None:
+def test_topk_keeps_denormals_beside_others(kind: TopKKind, bits: int) -> None:
     values = torch.zeros(CHUNK)
     values[:3] = torch.tensor([1.0, -1e-45, 1e-40])
     coded = encoded(kind(fraction=Fraction("0.02"), bits=bits), values)
@@ -212,7 +211,7 @@ def test_topk_keeps_denormals_beside_others(kind: type[TopK], bits: int) -> None
 
 @every_topk
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2.0**127])
-def test_topk_loses_a_chunk_as_a_whole(kind: type[TopK], bad: float) -> None:
+def test_topk_loses_a_chunk_as_a_whole(kind: TopKKind, bad: float) -> None:
     values = torch.randn(2 * CHUNK + 10)
     values[CHUNK + 7] = bad
     coded = encoded(kind(fraction=Fraction("0.02")), values)
@@ -222,7 +221,7 @@ def test_topk_loses_a_chunk_as_a_whole(kind: type[TopK], bad: float) -> None:
 
 
 @every_topk
-def test_two_means_are_nearer_than_any_one_level(kind: type[TopK]) -> None:
+def test_two_means_are_nearer_than_any_one_level(kind: TopKKind) -> None:
     random = torch.Generator().manual_seed(0)
     values = torch.randn(50 * CHUNK, generator=random)
     coded = encoded(kind(fraction=Fraction("0.02")), values)
@@ -238,7 +237,9 @@ def test_two_means_are_nearer_than_any_one_level(kind: type[TopK]) -> None:
     name=st.sampled_from(["int4", "topk:0.02", "topk:0.02:4", "topk:0.31", "topk:0.0001:4"]),
     seed=st.integers(0, 2**32),
 )
-def test_both_twins_agree_over_many_chunks(numel: int, spread: float, name: str, seed: int) -> None:
+def test_the_kernels_equal_the_reference_over_many_chunks(
+    numel: int, spread: float, name: str, seed: int
+) -> None:
     random = torch.Generator().manual_seed(seed)
     values, before, theirs = torch.randn(3, numel, generator=random)
     values *= 10 ** (spread * torch.rand(numel, generator=random) - spread / 2)
@@ -313,11 +314,3 @@ def test_sums_of_topk_return_with_room_for_all_contributions() -> None:
     assert return_codec(merge_codec("topk:0.5"), 2) is MERGE_CODECS["int4"]
     for codec in MERGE_CODECS.values():
         assert return_codec(codec, 3) is codec
-
-
-def test_without_numba_the_plain_codecs_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    table = runpy.run_path(merge_codecs.__file__)
-    assert type(table["MERGE_CODECS"]["int4"]) is plain_int4.Int4
-    assert type(table["merge_codec"]("topk:0.02")) is plain_topk.TopK

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -17,16 +15,10 @@ from torch import Tensor
 
 from paceline.codecs import codecs
 from paceline.codecs.codec import Codec
-from paceline.codecs.kernels import (
-    compiled,
-    compiled_int4,
-    compiled_topk,
-    plain,
-    plain_int4,
-    plain_topk,
-)
-from paceline.codecs.kernels.unencoded import Unencoded
+from paceline.codecs.kernels import compiled, compiled_int4, compiled_topk
 from tests.harness.equivalence.codec_memory import code, example, same, same_bits, wild
+from tests.harness.reference import plain, plain_int4, plain_topk
+from tests.harness.reference.unencoded import Unencoded
 
 TWINS: dict[str, Any] = {"compiled": compiled, "plain": plain}
 KINDS: dict[str, dict[str, Codec]] = {
@@ -40,6 +32,9 @@ KINDS: dict[str, dict[str, Codec]] = {
     }
     for fraction, bits in (("0.02", 2), ("0.02", 4), ("0.37", 2))
 }
+INT8 = (compiled.Int8, plain.Int8)
+INT4 = (compiled_int4.Int4, plain_int4.Int4)
+TOPK = (compiled_topk.TopK, plain_topk.TopK)
 SIZES = [0, 1, 255, 256, 257, 4096, 4097, 1_000_003]
 SUMMED = [*SIZES[:-1], 131_075]  # the last is several chunks of each codec, and some values
 
@@ -63,25 +58,25 @@ every_wire = pytest.mark.parametrize("codec", ALL.values(), ids=ALL.keys())
 
 def block_of(codec: Codec) -> int:
     """Return how many values share a scale, or a threshold."""
-    if isinstance(codec, plain_topk.TopK):
+    if isinstance(codec, TOPK):
         return plain_topk.CHUNK
-    return plain_int4.BLOCK if isinstance(codec, plain_int4.Int4) else plain.BLOCK
+    return plain_int4.BLOCK if isinstance(codec, INT4) else plain.BLOCK
 
 
 def error_bound(codec: Codec, block: Tensor) -> Tensor:
     """How far decoded values may be from a block's, (n,) of float64."""
-    if isinstance(codec, plain.Int8):
+    if isinstance(codec, INT8):
         return block.abs().max() * (0.5 / 127 + 2.0**-20)
-    if isinstance(codec, plain_int4.Int4):
+    if isinstance(codec, INT4):
         return block.abs().max() * (0.5 / 7 + 2.0**-20)
-    if isinstance(codec, plain_topk.TopK):
+    if isinstance(codec, TOPK):
         kept = block.abs().topk(codec.kept(len(block))).values
         span = kept[0] - kept[-1]
         off = span if codec.bits == 2 else span * (0.5 / 7)
         return torch.where(block.abs() < kept[-1], block.abs(), off + kept[0] * 2.0**-20)
     if isinstance(codec, Unencoded):
         return torch.zeros(())
-    if isinstance(codec, plain.Bf16):
+    if isinstance(codec, (compiled.Bf16, plain.Bf16)):
         return block.abs() * 2.0**-8
     return block.abs() * 2.0**-11 + 2.0**-25  # half of float16's smallest step
 
@@ -92,7 +87,7 @@ def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(codec: Codec, nu
     values, coded = example(codec, numel, seed=numel)
     assert same(coded.after, values - coded.decoded)
     rounding = 0.0  # where a level is far above a value, their difference is rounded
-    if isinstance(codec, plain_topk.TopK) and numel:
+    if isinstance(codec, TOPK) and numel:
         rounding = values.abs().max().item() * 2.0**-24
     assert same(coded.after + coded.decoded, values, rounding)
 
@@ -313,17 +308,6 @@ def test_sources_that_do_not_fill_their_places_are_our_bug(twin: str, sources: A
             code(kind[twin], sources, 1.0, torch.zeros(10))
 
 
-def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    table = runpy.run_path(codecs.__file__)
-    assert table["add_up"] is plain.add_up
-    kinds = {name: type(codec) for name, codec in table["CODECS"].items() if codec is not None}
-    assert kinds == {"bf16": plain.Bf16, "int8": plain.Int8}
-    runpy.run_path(plain.__file__)
-
-
-def test_with_numba_the_compiled_kernels_serve() -> None:
-    assert codecs.add_up is compiled.add_up
+def test_the_compiled_kernels_serve() -> None:
     kinds = {name: type(codec) for name, codec in codecs.CODECS.items() if codec is not None}
     assert kinds == {"bf16": compiled.Bf16, "int8": compiled.Int8}

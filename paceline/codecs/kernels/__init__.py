@@ -1,1 +1,1 @@
-"""Implementations of the codecs and the weighted sum: compiled by numba, or plain torch."""
+"""Implementations of the codecs and of the weighted sum, compiled by numba."""

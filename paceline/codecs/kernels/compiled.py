@@ -3,7 +3,8 @@
 Compiled code is given addresses: to make an array of a tensor, and to find out what kind of array
 it is, would take longer than the work on a small piece. A piece is done chunk by chunk, so that
 later loops over a chunk read it from the core's nearest cache. Nothing is contracted: a product is
-rounded before it is added, so that the bits are those of `plain.py`.
+rounded before it is added, so that the bits are those of torch's operations, in the same order, on
+any processor (`tests/harness/reference/`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -20,15 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.codecs.codec import Piece, Source, cover, first_code
-from paceline.codecs.kernels import plain
 from paceline.codecs.kernels.nontemporal import LINE, add_past_caches, fence, weigh_past_caches
-from paceline.codecs.kernels.plain import BLOCK, LARGE, TINY
 from paceline.comm.numba_compiler import compiler
 
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
 cgutils: Any = import_module("numba.core.cgutils")
 intrinsic: Any = import_module("numba.extending").intrinsic
 
+BLOCK = 256  # values of int8 that share a scale
+# Beyond these magnitudes a block has no usable scale. Below, it would be denormal, which some
+# processors are set to flush to 0; above, 127 times the scale may be infinite.
+TINY = 2.0**-119
+LARGE = 2.0**127
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -42,13 +46,23 @@ def add_up(
     *,
     past_caches: bool = False,
 ) -> None:
-    """See `WeightedSum`."""
+    """Write ((w0 * p0 + w1 * p1) + w2 * p2) + … to `out`, each step rounded.
+
+    Args:
+        parts: contributions of out's floating dtype; the pieces of each cover `out`, and overlap it
+            nowhere.
+        weights: one a contribution; with 0 it is left out, whatever it holds.
+        out: flat and contiguous.
+        past_caches: another core, or a much later step, reads the sum, so it bypasses this core's
+            caches.
+    """
     kind = _KINDS.get(out.dtype)
-    if kind is None:
-        plain.add_up(parts, weights, out)
+    if kind is None:  # 16 bits, which numba has no type for on processors
+        _add_up_by_torch(parts, weights, out)
         return
     rows: list[int] = []
-    firsts, counted = [], []
+    firsts: list[int] = []
+    counted: list[float] = []
     for part, weight in zip(parts, weights, strict=True):
         if weight:
             assert cover(part, out.numel(), out.dtype)
@@ -66,8 +80,33 @@ def add_up(
     )
 
 
-class Bf16(plain.Bf16):
-    """bfloat16 codec as compiled loops."""
+def _add_up_by_torch(
+    parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor
+) -> None:
+    """Sum in the same order by torch's operations."""
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    if not counted:
+        out.zero_()
+    for number, (part, weight) in enumerate(counted):
+        assert cover(part, out.numel(), out.dtype)
+        for start, stop, piece in part:
+            # The first part overwrites, and nothing is zeroed before: it may be `out` itself.
+            if number == 0:
+                torch.mul(piece, weight, out=out[start:stop])
+            else:
+                out[start:stop] += piece * weight
+
+
+class Bf16:
+    """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
+
+    A residual needs at most 16 bits, so for an encoded value v, residual + decoded equals v
+    exactly. A value that rounds to infinity is lost. A NaN becomes 0x7fc0.
+    """
+
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return 2 * numel
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
@@ -98,8 +137,20 @@ class Bf16(plain.Bf16):
         _reduce_bf16(others, *where, out.data_ptr(), out.numel())
 
 
-class Int8(plain.Int8):
-    """int8 codec as compiled loops."""
+class Int8:
+    """int8 codec: integers from -127 to 127 and one scale per block of 256 values.
+
+    A scale is the block's largest magnitude / 127, so an error is at most that magnitude / 254.
+    For each encoded value v, residual + decoded equals v exactly. A block that contains a NaN, an
+    infinity, or a value of at least 2^127 is lost as a whole: its scale is a NaN. A block whose
+    largest magnitude is below 2^-119 is encoded as zeros, because its scale would be denormal.
+
+        data: [ scales, float32 | padding to a cache-line boundary | codes, int8 ]
+    """
+
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return first_code(numel, BLOCK) + numel
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
@@ -112,7 +163,8 @@ class Int8(plain.Int8):
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
-        numel, at = out.numel(), data.data_ptr()
+        numel = out.numel()
+        at = data.data_ptr()
         codes = first_code(numel, BLOCK)
         assert data.numel() == codes + numel
         _decode_int8(at, at + codes, out.data_ptr(), numel, BLOCK, add)
@@ -178,7 +230,8 @@ def floats(address, at, numel):
 @jit
 def _add_up_past_caches(rows, at, weights, out, numel):
     """Sum one contribution or two, which this core reads for the last time in a while."""
-    size, lanes = weights.itemsize, LINE // weights.itemsize
+    size = weights.itemsize
+    lanes = LINE // weights.itemsize
     begin = 0
     while begin < numel:
         end = numel
@@ -189,7 +242,9 @@ def _add_up_past_caches(rows, at, weights, out, numel):
         before = min(end, begin + (-(out + size * begin) % LINE) // size)
         _add(rows, at, weights, out, begin, before)
         lines = (end - before) // lanes
-        a, b, to = a + size * (before - begin), b + size * (before - begin), out + size * before
+        a += size * (before - begin)
+        b += size * (before - begin)
+        to = out + size * before
         if len(at) == 1:
             for line in range(lines):
                 weigh_past_caches(to + LINE * line, a + LINE * line, weights[0])
@@ -223,18 +278,22 @@ def _add_up(rows, at, weights, out, numel):
 @jit
 def _add(rows, at, weights, out, begin, end):
     """Sum the first part, or the first two, then two at a time: one pass over out for each."""
-    n, kind = end - begin, weights.dtype
+    n = end - begin
+    kind = weights.dtype
     total = numba.carray(pointer(out + weights.itemsize * begin), n, kind)
     single = len(at) % 2
     if len(at) == 0:
         total[:] = 0
     elif single:
-        a, wa = _piece(rows, at[0], begin, n, weights), weights[0]
+        a = _piece(rows, at[0], begin, n, weights)
+        wa = weights[0]
         for i in range(n):
             total[i] = wa * a[i]
     for k in range(single, len(at), 2):
-        a, wa = _piece(rows, at[k], begin, n, weights), weights[k]
-        b, wb = _piece(rows, at[k + 1], begin, n, weights), weights[k + 1]
+        a = _piece(rows, at[k], begin, n, weights)
+        wa = weights[k]
+        b = _piece(rows, at[k + 1], begin, n, weights)
+        wb = weights[k + 1]
         if k == 0:
             for i in range(n):
                 total[i] = wa * a[i] + wb * b[i]
@@ -257,10 +316,13 @@ def weigh(sources, at, weight, before, out, begin, end):
     """
     weight = np.float32(weight)
     while begin < end:
-        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        source = sources[3 * at]
+        first = sources[3 * at + 1]
+        last = sources[3 * at + 2]
         stop = min(end, last)
         n = stop - begin
-        old, new = floats(before, begin, n), floats(out, begin, n)
+        old = floats(before, begin, n)
+        new = floats(out, begin, n)
         if source != 0 and weight != 0:
             values = floats(source, begin - first, n)
             if before == 0:
@@ -311,11 +373,9 @@ def _reduce_bf16(parts, sources, weight, before, data, after, out, numel):
             else:
                 _decode_bf16(parts[k] + 2 * begin, out + 4 * begin, end - begin, k > 0)
         n = end - begin
-        values, old, new = (
-            floats(out, begin, n),
-            floats(before, begin, n),
-            floats(after, begin, n),
-        )
+        values = floats(out, begin, n)
+        old = floats(before, begin, n)
+        new = floats(after, begin, n)
         codes = numba.carray(pointer(data + 2 * begin), n, np.uint16)
         for i in range(n):
             value = values[i] + old[i]
@@ -373,18 +433,18 @@ def _reduce_int8(parts, sources, weight, before, data, after, out, numel, codes,
     at = 0
     for begin in range(0, numel, _CHUNK):
         end = min(begin + _CHUNK, numel)
-        n, blocks = end - begin, begin // block
+        n = end - begin
+        blocks = begin // block
         for k in range(len(parts)):
             if parts[k] == 0:
                 at = weigh(sources, at, weight, out if k > 0 else 0, out, begin, end)
             else:
-                scales, coded = parts[k] + 4 * blocks, parts[k] + codes + begin
+                scales = parts[k] + 4 * blocks
+                coded = parts[k] + codes + begin
                 _decode_int8(scales, coded, out + 4 * begin, n, block, k > 0)
-        total, old, new = (
-            floats(out, begin, n),
-            floats(before, begin, n),
-            floats(after, begin, n),
-        )
+        total = floats(out, begin, n)
+        old = floats(before, begin, n)
+        new = floats(after, begin, n)
         for i in range(n):
             new[i] = total[i] + old[i]
         for a in range(begin, end, block):
@@ -403,9 +463,11 @@ def _quantise(values_at, codes_at, n):
         codes[:] = 0
         values[:] = 0
         return np.float32(np.nan)
-    scale, inverse = np.float32(0), np.float32(0)
+    scale = np.float32(0)
+    inverse = np.float32(0)
     if largest >= np.float32(TINY):
-        scale, inverse = largest / np.float32(127), np.float32(127) / largest
+        scale = largest / np.float32(127)
+        inverse = np.float32(127) / largest
     for i in range(n):
         code = np.int32(np.rint(values[i] * inverse))
         codes[i] = code

@@ -12,8 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from paceline.codecs.codec import Source, first_code
-from paceline.codecs.kernels import plain_int4
 from paceline.codecs.kernels.compiled import (
+    LARGE,
+    TINY,
     addresses,
     contributions,
     floats,
@@ -22,16 +23,30 @@ from paceline.codecs.kernels.compiled import (
     pointer,
     weigh,
 )
-from paceline.codecs.kernels.plain import LARGE, TINY
-from paceline.codecs.kernels.plain_int4 import BLOCK, LEVELS
 
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
 
+BLOCK = 128  # values that share a scale
+LEVELS = 7  # the largest code
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks
 
 
-class Int4(plain_int4.Int4):
-    """int4 codec as compiled loops."""
+class Int4:
+    """int4 codec: integers from -7 to 7, two a byte, and one scale per block of 128 values.
+
+    A scale is the block's largest magnitude / 7, so an error is at most that magnitude / 14. For
+    each encoded value v, residual + decoded equals v. A block that contains a NaN, an infinity, or
+    a value of at least 2^127 is lost as a whole: its scale is a NaN. A block whose largest
+    magnitude is below 2^-119 is encoded as zeros, because its scale would be denormal.
+
+        data:  [ scales, float32 | padding to a cache-line boundary | codes ]
+        codes: a block of n values has h = ceil(n / 2) bytes; byte i holds code i in its lower half
+               and code h + i, or 0 behind the last one, in its upper half
+    """
+
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return first_code(numel, BLOCK) + (numel + 1) // 2
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
@@ -44,7 +59,8 @@ class Int4(plain_int4.Int4):
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
-        numel, at = out.numel(), data.data_ptr()
+        numel = out.numel()
+        at = data.data_ptr()
         assert data.numel() == self.size(numel)
         _decode_int4(at, at + first_code(numel, BLOCK), out.data_ptr(), numel, add)
 
@@ -82,14 +98,17 @@ def _reduce_int4(parts, sources, weight, before, data, after, out, numel, codes)
     at = 0
     for begin in range(0, numel, _CHUNK):
         end = min(begin + _CHUNK, numel)
-        n, scales, coded = end - begin, 4 * (begin // BLOCK), codes + begin // 2
+        n = end - begin
+        scales = 4 * (begin // BLOCK)
+        coded = codes + begin // 2
         for k in range(len(parts)):
             if parts[k] == 0:
                 at = weigh(sources, at, weight, out if k > 0 else 0, out, begin, end)
             else:
                 _decode_int4(parts[k] + scales, parts[k] + coded, out + 4 * begin, n, k > 0)
         total = floats(out, begin, n)
-        old, new = floats(before, begin, n), floats(after, begin, n)
+        old = floats(before, begin, n)
+        new = floats(after, begin, n)
         for i in range(n):
             new[i] = total[i] + old[i]
         _quantise_chunk(after, data, codes, begin, end)
@@ -108,7 +127,8 @@ def _quantise_chunk(values, data, codes, begin, end):
 def _quantise(values_at, packed_at, n):
     """Encode a block's values, write the residual in their place, return the scale."""
     half = (n + 1) // 2
-    lower, upper = floats(values_at, 0, half), floats(values_at, half, n - half)
+    lower = floats(values_at, 0, half)
+    upper = floats(values_at, half, n - half)
     packed = numba.carray(pointer(packed_at), half, np.uint8)
     largest = largest_magnitude(values_at, n)
     if not largest < np.float32(LARGE):
@@ -116,9 +136,11 @@ def _quantise(values_at, packed_at, n):
         lower[:] = 0
         upper[:] = 0
         return np.float32(np.nan)
-    scale, inverse = np.float32(0), np.float32(0)
+    scale = np.float32(0)
+    inverse = np.float32(0)
     if largest >= np.float32(TINY):
-        scale, inverse = largest / np.float32(LEVELS), np.float32(LEVELS) / largest
+        scale = largest / np.float32(LEVELS)
+        inverse = np.float32(LEVELS) / largest
     for i in range(n - half):
         a = np.int32(np.rint(lower[i] * inverse))
         b = np.int32(np.rint(upper[i] * inverse))
@@ -139,7 +161,8 @@ def _decode_int4(scales, packed_at, out, numel, add):
         half = (n + 1) // 2
         scale = floats(scales, at // BLOCK, 1)[0]
         packed = numba.carray(pointer(packed_at + at // 2), half, np.uint8)
-        lower, upper = floats(out, at, half), floats(out, at + half, n - half)
+        lower = floats(out, at, half)
+        upper = floats(out, at + half, n - half)
         if add:
             for i in range(half):
                 lower[i] += _lower(packed[i]) * scale

@@ -31,7 +31,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from paceline.codecs.codec import cut
-from paceline.codecs.codecs import add_up
+from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
@@ -65,7 +65,8 @@ class PutExchange:
         names: Sequence[Sequence[str]],
         timeout: Timeout,
     ) -> None:
-        self._window, self._timeout = window, timeout
+        self._window = window
+        self._timeout = timeout
         self._ranks = ranks = RankLayout(layout, window)
         self._buckets = [
             BucketState(bucket, ranks, tensors, bucket_names)
@@ -73,7 +74,8 @@ class PutExchange:
         ]
         fixed = [bucket.traffic(ranks.local_shard, ranks.group) for bucket in layout.buckets]
         # `GpuStaging` and `MachineSums` hold this list too, so it is changed in place.
-        self.traffic, self._fixed_traffic = list(fixed), fixed
+        self.traffic = list(fixed)
+        self._fixed_traffic = fixed
         self._reducer = ShardReducer(window, ranks, self._buckets)
 
     @property
@@ -100,7 +102,9 @@ class PutExchange:
             PeerLost: a peer ended.
         """
         bucket = self._buckets[index]
-        bucket.operation, bucket.empty, bucket.update = operation, False, None
+        bucket.operation = operation
+        bucket.empty = False
+        bucket.update = None
         bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         try:
             self._put_contributions(bucket, gradients)
@@ -110,8 +114,10 @@ class PutExchange:
 
     def send_empty(self, index: int) -> int:
         """Begin a version without gradients: owners have been given theirs; return it."""
-        bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
-        bucket.empty, bucket.local_gradients = True, NO_GRADIENTS
+        bucket = self._buckets[index]
+        version = int(self._reducer.sent[index]) + 1
+        bucket.empty = True
+        bucket.local_gradients = NO_GRADIENTS
         for owner, *_ in bucket.to_owners:
             self._window.put(owner, 0, None, index, version, -index)
         return self._reducer.count_sent(bucket)
@@ -170,17 +176,21 @@ class PutExchange:
         It also returns at the limit, and when a peer starts another step: that peer must see this
         rank's end at once, because this rank sends nothing more.
         """
-        window, ranks, count = self._window, self._ranks, len(self._buckets)
+        window = self._window
+        ranks = self._ranks
+        count = len(self._buckets)
         if self._reducer.error is not None or any(
             bucket.local_gradients is not None for bucket in self._buckets
         ):
             return
-        last, limit = 4 * count, self._timeout.later
+        last = 4 * count
+        limit = self._timeout.later
         with suppress(CommError):  # a peer that has gone needs nothing
             window.subscribe(last + 1)
             for peer in ranks.peers:
                 window.put(peer, 0, None, last, 1)
-            deadline, events = time.monotonic() + limit, 0
+            deadline = time.monotonic() + limit
+            events = 0
             while not_drained := [peer for peer in ranks.peers if not window.values[peer, last]]:
                 sends_more = (window.values[not_drained, :count] > self._reducer.sent).any()
                 if sends_more or self._reducer.error is not None or time.monotonic() >= deadline:
@@ -198,7 +208,8 @@ class PutExchange:
             bucket.update = None  # it holds the synchronizer
 
     def _put_contributions(self, bucket: BucketState, gradients: LocalGradients) -> None:
-        index, version = bucket.index, int(self._reducer.sent[bucket.index]) + 1
+        index = bucket.index
+        version = int(self._reducer.sent[bucket.index]) + 1
         for owner, local_shard, buffer, values in bucket.to_owners:
             buffer.write_header(1.0, gradients.flags)
             pieces = cut(gradients.pieces, local_shard)
@@ -224,9 +235,12 @@ class PutExchange:
             self._raise_reducer_error(bucket.operation)
             raise self._timed_out(bucket, version, None)
         if bucket.suppression is not None:
-            fixed, suppressed = self._fixed_traffic[bucket.index], bucket.suppression.traffic()
+            fixed = self._fixed_traffic[bucket.index]
+            suppressed = bucket.suppression.traffic()
             self.traffic[bucket.index] = fixed[0] + suppressed[0], fixed[1] + suppressed[1]
-        gradients, bucket.local_gradients, bucket.gathered = bucket.local_gradients, None, ()
+        gradients = bucket.local_gradients
+        bucket.local_gradients = None
+        bucket.gathered = ()
         assert gradients is not None
         return gradients
 
@@ -277,7 +291,9 @@ class PutExchange:
 
     def _timed_out(self, bucket: BucketState, version: int, awaited: int | None) -> CommTimeout:
         """Name the ranks whose contributions, or sums, have not come."""
-        ranks, values, count = self._ranks, self._window.values, len(self._buckets)
+        ranks = self._ranks
+        values = self._window.values
+        count = len(self._buckets)
         peer_owners = ranks.peer_owners.values()
 
         def missing(peers: Sequence[int], kind: int) -> list[int]:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.codecs.codec import Piece, cut
-from paceline.codecs.codecs import add_up
+from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.peer_activities import WaitLimit
 from paceline.comm.window import Window
 from paceline.errors import ConfigError, PeerLost
@@ -59,7 +59,9 @@ class ShardReducer:
     def __init__(
         self, window: Window, rank_layout: RankLayout, buckets: Sequence[BucketState]
     ) -> None:
-        self._window, self._ranks, self._buckets = window, rank_layout, buckets
+        self._window = window
+        self._ranks = rank_layout
+        self._buckets = buckets
         self._count = len(buckets)
         self.sent, self._gathered, self._summed, self._returned, self.done, self._flags_sent = (
             np.zeros((6, self._count), np.int64)
@@ -67,7 +69,8 @@ class ShardReducer:
         deferred = np.array([bucket.defers_return for bucket in buckets], bool)
         self._return_allowed = np.where(deferred, 0, np.iinfo(np.int64).max)  # versions
         self._peer_owners = list(rank_layout.peer_owners.values())
-        self._group_peers, self._contributors = rank_layout.group_peers, rank_layout.contributors
+        self._group_peers = rank_layout.group_peers
+        self._contributors = rank_layout.contributors
         # The caller's thread waits for these sums. Where a group reads them, this one notifies it.
         direct = [bucket.direct_return and not self._group_peers for bucket in buckets]
         self._direct_return = np.array(direct, bool)
@@ -86,7 +89,8 @@ class ShardReducer:
 
     def count_sent(self, bucket: BucketState) -> int:
         """Count this rank's own contribution as sent; return its version."""
-        index, values = bucket.index, self._window.values
+        index = bucket.index
+        values = self._window.values
         self.sent[index] += 1
         version = int(self.sent[index])
         awaited = self._group_peers or (self._contributors if bucket.feedback is None else ())
@@ -195,7 +199,9 @@ class ShardReducer:
 
     def _advance(self) -> None:
         """Advance every bucket as far as possible."""
-        ranks, values, count = self._ranks, self._window.values, self._count
+        ranks = self._ranks
+        values = self._window.values
+        count = self._count
         if ranks.local_shard is None:
             return
         contributed = _least(values, self._group_peers, 0, count, self.sent)
@@ -219,14 +225,16 @@ class ShardReducer:
 
     def _gather(self, bucket: BucketState) -> None:
         """Sum the group's contributions to this rank's local shard: reduce-scatter inside it."""
-        gradients, version = bucket.local_gradients, int(self._gathered[bucket.index]) + 1
+        gradients = bucket.local_gradients
+        version = int(self._gathered[bucket.index]) + 1
         assert gradients is not None
         if bucket.empty:
             for peer in self._peer_owners:
                 self._put(bucket, peer, 0, None, CONTRIBUTION, version)
         else:
             ours = cut(gradients.pieces, bucket.local_shard)
-            bucket.gathered, bucket.weight = ours, gradients.weight
+            bucket.gathered = ours
+            bucket.weight = gradients.weight
             bucket.flags = gradients.flags
             if self._group_peers:
                 self._sum_group_ranks(bucket, gradients, ours)
@@ -238,7 +246,8 @@ class ShardReducer:
         self, bucket: BucketState, gradients: LocalGradients, ours: Sequence[Piece]
     ) -> None:
         """Sum in rank order: into a temporary if there are other groups, else into the sums."""
-        alone, total = not self._peer_owners, bucket.sums[bucket.local_shard]
+        alone = not self._peer_owners
+        total = bucket.sums[bucket.local_shard]
         if not alone:
             total = torch.empty_like(total)
         buffers = bucket.from_group_ranks
@@ -247,7 +256,8 @@ class ShardReducer:
         ]
         weights = [gradients.weight if r is None else 1.0 for r in buffers]
         add_up(contributions, weights, total, past_caches=alone)
-        bucket.gathered, bucket.weight = [(0, len(total), total)], 1.0
+        bucket.gathered = [(0, len(total), total)]
+        bucket.weight = 1.0
         bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
 
     def _sum(self, bucket: BucketState) -> None:
@@ -263,7 +273,8 @@ class ShardReducer:
         self._summed[bucket.index] = version
 
     def _sum_groups(self, bucket: BucketState) -> None:
-        buffers, own = bucket.from_groups, bucket.own_sums
+        buffers = bucket.from_groups
+        own = bucket.own_sums
         if bucket.suppression is not None:
             bucket.restore_contributions(bucket.suppression)
         ours = cut(bucket.gathered, bucket.own_shard)
@@ -288,8 +299,10 @@ class ShardReducer:
 
     def _return_sums(self, bucket: BucketState) -> None:
         """Put the shard's sums, or updated parameters, to the other owners: the all-gather."""
-        version, source = int(self._returned[bucket.index]) + 1, bucket.own_sums
-        feedback, group = bucket.feedback, self._ranks.group
+        version = int(self._returned[bucket.index]) + 1
+        source = bucket.own_sums
+        feedback = bucket.feedback
+        group = self._ranks.group
         if bucket.update is not None:
             if feedback is not None and not bucket.empty:
                 feedback.complete_sums(group, bucket.own_sums)
@@ -297,7 +310,8 @@ class ShardReducer:
         elif feedback is not None:
             encoded = not bucket.defers_return
             source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
-        self._returned[bucket.index], data = version, [source]
+        self._returned[bucket.index] = version
+        data = [source]
         if bucket.sum_suppression is not None:
             data = bucket.sum_suppression.suppress(RETURNED, data)
         for peer in self._contributors:

