@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import threading
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.membership.control_line import beat_loop, beats
-from paceline.comm.transport import system_calls, system_calls_plain
 from tests.harness.network.control_lines import (
     BEAT,
     HERE,
@@ -86,19 +83,6 @@ def test_beats_arrive_at_each_interval(two: Lines) -> None:
         last = a.last_beat("b")
         assert b.silence("a") < 1
     assert time.monotonic() - last < LIMIT
-
-
-def test_beats_are_exchanged_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_calls, "CALLS", system_calls_plain)
-    spec = importlib.util.spec_from_file_location("plain_beat_loop", beat_loop.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    plain = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plain)
-    monkeypatch.setattr(beats, "loop", plain)
-    with connected_lines(2) as made:
-        test_beats_arrive_at_each_interval(made)
-        test_the_end_of_a_connection_for_beats_ends_the_pair(made)
 
 
 def test_a_forked_child_holds_no_descriptors_and_leaves_the_lines_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""When puts have left and arrived, as the loop writes it down: compiled, and as it stands."""
+"""When puts have left and arrived, as the loop writes it down."""
 
 from __future__ import annotations
 
@@ -11,35 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm import connection_window
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.window import PutEvent
 from paceline.recorder import NullRecorder
-from tests.harness.network.window_kinds import LIMIT, without_numba
+from tests.harness.network.window_kinds import LIMIT
 
 
 @contextmanager
-def pair(make: Any, marks: int, connections: int = 1) -> Iterator[list[Any]]:
+def pair(marks: int, connections: int = 1) -> Iterator[list[Any]]:
     """Two windows of 100 bytes on so many sockets."""
     ends = list(zip(*(socket.socketpair() for _ in range(connections)), strict=True))
     places = [[[], ends[0]], [ends[1], []]]
     memories = [torch.zeros(100, dtype=torch.uint8) for _ in places]
     windows = [
-        make(rank, memories[rank], places[rank], [None, None], 3, marks=marks) for rank in range(2)
+        ConnectionWindow(rank, memories[rank], places[rank], [None, None], 3, marks=marks)
+        for rank in range(2)
     ]
     try:
         yield windows
     finally:
         for window in windows:
             window.close()
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def make(request: pytest.FixtureRequest) -> Any:
-    if request.param == "compiled":
-        return connection_window.ConnectionWindow
-    with without_numba() as anew:
-        return anew("connection_window").ConnectionWindow
 
 
 def exchanged(windows: list[Any], count: int) -> None:
@@ -52,10 +45,8 @@ def exchanged(windows: list[Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 3])
-def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(
-    make: Any, connections: int
-) -> None:
-    with pair(make, 10, connections) as windows:
+def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(connections: int) -> None:
+    with pair(10, connections) as windows:
         begun = time.monotonic_ns()
         exchanged(windows, 2)
         ended = time.monotonic_ns()
@@ -66,16 +57,16 @@ def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(
     assert begun < left[0].at < arrived[1].at < ended
 
 
-def test_the_newest_moments_are_remembered(make: Any) -> None:
-    with pair(make, marks=3) as windows:
+def test_the_newest_moments_are_remembered() -> None:
+    with pair(marks=3) as windows:
         exchanged(windows, 5)
         found: list[PutEvent] = windows[1].moments
     assert [moment.value for moment in found] == [3, 4, 5]
     assert [moment.at for moment in found] == sorted({moment.at for moment in found})
 
 
-def test_nothing_is_written_down_where_nobody_asks(make: Any) -> None:
-    with pair(make, marks=0) as windows:
+def test_nothing_is_written_down_where_nobody_asks() -> None:
+    with pair(marks=0) as windows:
         exchanged(windows, 2)
         assert [window.moments for window in windows] == [[], []]
 
@@ -91,9 +82,9 @@ class Spans(NullRecorder):
         return super().span(name, **fields)
 
 
-def test_a_traced_window_measures_puts_and_waits(make: Any) -> None:
+def test_a_traced_window_measures_puts_and_waits() -> None:
     spans = Spans(), Spans()
-    with pair(make, marks=0) as windows:
+    with pair(marks=0) as windows:
         traced = [TracedWindow(window, 4, spans[rank]) for rank, window in enumerate(windows)]
         exchanged(traced, 1)
         assert traced[1].memory.tolist() == [7] * 60 + [0] * 40

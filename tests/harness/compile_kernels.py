@@ -16,7 +16,7 @@ SOURCES = (
     PACKAGE / "codecs/kernels/compiled_int4.py",
     PACKAGE / "codecs/kernels/compiled_topk.py",
     PACKAGE / "comm/transport/event_loop.py",
-    PACKAGE / "comm/transport/system_calls_compiled.py",
+    PACKAGE / "comm/transport/system_calls.py",
 )
 
 

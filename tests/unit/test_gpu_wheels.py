@@ -1,4 +1,4 @@
-"""The wheels for a GPU machine without a network: all that Paceline needs besides torch and numba."""
+"""The wheels for a GPU machine without a network: what Paceline needs besides torch and numba."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Event loop of the transport, compiled: sends queued puts, receives others, notifies of them.
 
 It is written in the subset of Python that numba compiles, so that it runs in a thread without ever
-taking the interpreter's lock. Without numba the same source runs as plain Python; each has its
-system calls in `system_calls_compiled.py` or `system_calls_plain.py`. Its whole state is in arrays
-that Python allocates:
+taking the interpreter's lock. Its whole state is in arrays that Python allocates:
 
     links   a row a connection       the frame being sent, the frame being received; as which of
                                      all connections it ended
@@ -26,12 +24,20 @@ notification, so that such puts land in order.
 
 from __future__ import annotations
 
-from paceline.comm.transport.system_calls import CALLS
-
-Lock, write_word, jit = CALLS.Lock, CALLS.write_word, CALLS.jit
-address, errno, lock, unlock = CALLS.address, CALLS.errno, CALLS.lock, CALLS.unlock
-poll, setsockopt, clock_gettime = CALLS.poll, CALLS.setsockopt, CALLS.clock_gettime
-sendmsg, recv, read, write = CALLS.sendmsg, CALLS.recv, CALLS.read, CALLS.write
+from paceline.comm.transport.system_calls import (
+    address,
+    clock_gettime,
+    errno,
+    jit,
+    lock,
+    poll,
+    read,
+    recv,
+    sendmsg,
+    setsockopt,
+    unlock,
+    write,
+)
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
@@ -51,13 +57,18 @@ HEAD = HEAD_WORDS * WORD
 MAGIC = 0x50_61_63_65
 STOP = -1  # on the control pipe, instead of a put
 ANY_PEER = -1  # in place of one peer's number, where a thread waits or is woken
-ENDED, INVALID = -1, -2  # errors of a link beside those of errno(3)
+ENDED = -1  # an error of a link beside those of errno(3), as is the next one
+INVALID = -2
 
-_IN, _OUT, _BAD = 0x1, 0x4, 0x8 | 0x10 | 0x20  # poll(2)
+_IN = 0x1  # poll(2)
+_OUT = 0x4
+_BAD = 0x8 | 0x10 | 0x20
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
-_INTERRUPTED, _AGAIN = 4, 11  # errno(3)
+_INTERRUPTED = 4  # errno(3)
+_AGAIN = 11
 _WAIT_SLICE_MS = 500
-_SOL_SOCKET, _SO_RCVLOWAT = 1, 18  # socket(7)
+_SOL_SOCKET = 1  # socket(7)
+_SO_RCVLOWAT = 18
 _ENOUGH = 2**17  # bytes of a long frame for which the event loop wakes
 _MONOTONIC = 1  # clock_gettime(2)
 
@@ -78,7 +89,10 @@ def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
     if marks.shape[0] == 0:
         return
     row = marks[state[MARKED] % marks.shape[0]]
-    row[WHAT], row[OF], row[NOTIFICATION], row[REACHED] = what, peer, note, value
+    row[WHAT] = what
+    row[OF] = peer
+    row[NOTIFICATION] = note
+    row[REACHED] = value
     clock_gettime(_MONOTONIC, address(row) + SECONDS * WORD)
     state[MARKED] += 1
 
@@ -112,8 +126,15 @@ def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-
     """Cut the next frame off a put; only a notification where other connections send its data."""
     put = puts[p]
     size = min(state[CHUNK], put[LEFT]) if put[ONLY] == ANY or put[ONLY] == number else 0
-    head[0], head[1], head[2], head[3], head[4] = MAGIC, put[OFFSET], size, -1, put[VALUE]
-    link[PUT], link[OUT_HAVE], link[OUT_LEFT], link[OUT_AT] = p, 0, size, put[AT]
+    head[0] = MAGIC
+    head[1] = put[OFFSET]
+    head[2] = size
+    head[3] = -1
+    head[4] = put[VALUE]
+    link[PUT] = p
+    link[OUT_HAVE] = 0
+    link[OUT_LEFT] = size
+    link[OUT_AT] = put[AT]
     put[AT] += size
     put[OFFSET] += size
     put[LEFT] -= size
@@ -133,7 +154,8 @@ def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-
 def end_frame(link, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
     """Mark a put, or a piece of it, as sent if this frame was its last."""
     p = link[PUT]
-    put, connections = puts[p], link[BEHIND] - link[FIRST]
+    put = puts[p]
+    connections = link[BEHIND] - link[FIRST]
     link[PUT] = NONE
     put[BUSY] -= 1
     last = put[REST] == NONE
@@ -152,7 +174,8 @@ def end_frame(link, state, puts, waits, one, marks):  # type: ignore[no-untyped-
 @jit
 def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ignore[no-untyped-def]
     """Send until the socket is full or nothing is left; return 0, or an error."""
-    link, head = links[i], heads[i]
+    link = links[i]
+    head = heads[i]
     number = i - link[FIRST]
     while True:
         if link[PUT] == NONE:
@@ -161,8 +184,10 @@ def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ign
                 link[FULL] = 0
                 return 0
             begin_frame(p, link, number, head, state, puts)
-        message[8], message[9] = address(head) + link[OUT_HAVE], HEAD - link[OUT_HAVE]
-        message[10], message[11] = link[OUT_AT], link[OUT_LEFT]
+        message[8] = address(head) + link[OUT_HAVE]
+        message[9] = HEAD - link[OUT_HAVE]
+        message[10] = link[OUT_AT]
+        message[11] = link[OUT_LEFT]
         asked = message[9] + message[11]
         sent = sendmsg(link[FD], address(message), _FLAGS)
         if sent < 0:
@@ -185,19 +210,24 @@ def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ign
 @jit
 def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def]
     """Check a complete head; return 0, or an error."""
-    offset, size, note = head[1], head[2], head[3]
+    offset = head[1]
+    size = head[2]
+    note = head[3]
     if head[0] != MAGIC or size < 0 or size > state[CHUNK] or offset < 0:
         return INVALID
     if offset > state[SIZE] - size or note < -1 or note >= notifications:
         return INVALID
-    link[IN_AT], link[IN_LEFT] = state[MEMORY] + offset, size
+    link[IN_AT] = state[MEMORY] + offset
+    link[IN_LEFT] = size
     return 0
 
 
 @jit
 def notify(i, head, state, links, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
     """Set a frame's notification, if it has one that all connections of the peer have delivered."""
-    note, value, peer = head[3], head[4], links[i, OF_PEER]
+    note = head[3]
+    value = head[4]
+    peer = links[i, OF_PEER]
     if note < 0:
         return
     landed[i, note] = value
@@ -228,12 +258,15 @@ def sleep_until(link, word):  # type: ignore[no-untyped-def]
 @jit
 def receive(i, state, links, heads, word, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
     """Receive what has arrived; return 0, or an error."""
-    link, head = links[i], heads[i]
+    link = links[i]
+    head = heads[i]
     while True:
         in_head = link[IN_HAVE] < HEAD
-        at, size = link[IN_AT], link[IN_LEFT]
+        at = link[IN_AT]
+        size = link[IN_LEFT]
         if in_head:
-            at, size = address(head) + link[IN_HAVE], HEAD - link[IN_HAVE]
+            at = address(head) + link[IN_HAVE]
+            size = HEAD - link[IN_HAVE]
         got = recv(link[FD], at, size, _FLAGS)
         if got == 0:
             return ENDED
@@ -283,7 +316,8 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
     first, behind = (i, i + 1) if error == ENDED else (links[i, FIRST], links[i, BEHIND])
     for other in range(first, behind):
         if links[other, ALIVE]:
-            links[other, ERROR], links[other, ALIVE] = error, 0
+            links[other, ERROR] = error
+            links[other, ALIVE] = 0
             state[ENDS] += 1
             links[other, ENDED_AS] = state[ENDS]
     wake(ANY_PEER, True, waits, one)
@@ -295,20 +329,24 @@ def run(  # type: ignore[no-untyped-def]
     state, links, puts, landed, values, waits, heads, polled, message, inbox, word, one, marks
 ):
     """Send and receive until the stop command."""
-    message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
+    # A struct msghdr, whose two parts (struct iovec) begin at message[8].
+    message[2] = address(message) + 8 * WORD
+    message[3] = 2
     count = links.shape[0]
     while True:
         shared = False
         for i in range(count):
             polled[i, 0] = links[i, FD] if links[i, ALIVE] else -1
             polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
-        polled[count, 0], polled[count, 1] = state[CONTROL], _IN
+        polled[count, 0] = state[CONTROL]
+        polled[count, 1] = _IN
         poll(address(polled), count + 1, _WAIT_SLICE_MS)
         ready = (polled[count, 1] >> 16) & _IN
         if ready and not take(state, puts, inbox):
             return
         for i in range(count):
-            events, error = polled[i, 1] >> 16, 0
+            events = polled[i, 1] >> 16
+            error = 0
             if links[i, ALIVE] and events & (_IN | _BAD):
                 error = receive(i, state, links, heads[0], word, landed, values, waits, one, marks)
             if links[i, ALIVE] and error == 0 and (events & _OUT or (ready and not links[i, FULL])):

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport.system_calls import Lock, write_word
 from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED, PutEvent
 from paceline.errors import CommError, Message
 
@@ -60,7 +61,7 @@ class Transport:
         count = len(self._sockets)
         self._memory = memory
         self._control = os.pipe()
-        self._lock = loop.Lock()
+        self._lock = Lock()
         self._state = _words(loop.STATE)
         self._state[[loop.CONTROL, loop.CHUNK, loop.LOCK]] = (
             self._control[0],
@@ -77,10 +78,8 @@ class Transport:
         self._of = [range(end - len(ends), end) for ends, end in zip(sockets, behind, strict=True)]
         for peer, links in enumerate(self._of):
             self._links[links, loop.OF_PEER] = peer
-            self._links[links, loop.FIRST], self._links[links, loop.BEHIND] = (
-                links.start,
-                links.stop,
-            )
+            self._links[links, loop.FIRST] = links.start
+            self._links[links, loop.BEHIND] = links.stop
         self._puts = _words(_PUTS, loop.PUTS)
         self.values = _words(len(sockets), notifications)
         self._waits = _words(_SLEEPERS, loop.WAIT)
@@ -220,7 +219,7 @@ class Transport:
                 row = (status, peer, priority, self._order, *piece, *target, rest, only, 0, 0)
                 _ROW.pack_into(self._rows, slot * _ROW.size, *row)
                 rest = slot
-            loop.write_word(self._control[1], slots[0])
+            write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
         """Return whether a put to a peer is under way."""
@@ -269,7 +268,7 @@ class Transport:
             asleep = self._waits[:, loop.ASLEEP] & (self._waits[:, loop.PEER] == loop.ANY_PEER)
             for slot in np.flatnonzero(asleep).tolist():
                 self._waits[slot, loop.ASLEEP] = 0
-                loop.write_word(int(self._waits[slot, loop.EVENT]), 1)
+                write_word(int(self._waits[slot, loop.EVENT]), 1)
 
     def interrupt(self) -> None:
         """Shut the connections down, from any thread; every sleeping thread wakes."""
@@ -284,7 +283,7 @@ class Transport:
         """End the event loop and close the connections; every sleeping thread wakes."""
         with self._putting:
             if self._control != _CLOSED:
-                loop.write_word(self._control[1], loop.STOP)
+                write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
         self._end_all()
         for end in self._sockets if self._thread.is_alive() else ():
@@ -297,7 +296,7 @@ class Transport:
         Compiling takes half a minute on a busy machine. In the transport thread it would count
         against the limits of the first waits, and keep `close` from stopping the loop.
         """
-        loop.write_word(self._control[1], loop.STOP)
+        write_word(self._control[1], loop.STOP)
         with suppress(Exception):  # the thread fails alike, and reports it
             loop.run(*arrays)
 

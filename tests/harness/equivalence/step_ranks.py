@@ -15,13 +15,14 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from numba.core.dispatcher import Dispatcher
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -67,16 +68,13 @@ class Watch:
     def watch_threads(self) -> None:
         """Trace the threads that start from now on, and what numba compiles from now on."""
         threading.settrace(self._enter)
-        with suppress(ImportError):  # without numba all of the package is traced
-            from numba.core.dispatcher import Dispatcher
+        call = Dispatcher.__call__
 
-            call = Dispatcher.__call__
+        def noted(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._compiled(dispatcher.py_func), untraced():  # numba may compile now
+                return call(dispatcher, *args, **kwargs)
 
-            def noted(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
-                with self._compiled(dispatcher.py_func), untraced():  # numba may compile now
-                    return call(dispatcher, *args, **kwargs)
-
-            Dispatcher.__call__ = noted
+        Dispatcher.__call__ = noted
 
     def begin(self) -> None:
         """Note what runs from here on, this thread's new calls included."""

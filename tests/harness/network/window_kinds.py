@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,12 +24,6 @@ T = TypeVar("T")
 Make = Callable[[int], Window]  # of a rank
 
 LIMIT = 30.0
-_COMPILED_OR_NOT = (
-    "transport.system_calls",
-    "transport.event_loop",
-    "transport.transport",
-    "connection_window",
-)
 
 
 def bootstraps(
@@ -104,44 +95,6 @@ def nixl(world_size: int, size: int, notifications: int) -> Make:
     return lambda rank: nixl_window(at[rank], "127.0.0.1", size, notifications)
 
 
-def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
-    at = bootstraps(world_size)
-    with without_numba() as make:
-        connect = make("connection_window").connect_window
-    return lambda rank: connect(at[rank], [rank], "127.0.0.1", size, notifications)
-
-
-def plain_shared(world_size: int, size: int, notifications: int) -> Make:
-    at = bootstraps(world_size)
-    with without_numba() as make:
-        connect = make("connection_window").connect_window
-    ranks = range(world_size)
-    return lambda rank: connect(at[rank], ranks, "127.0.0.1", size, notifications)
-
-
-@contextmanager
-def without_numba() -> Iterator[Callable[[str], Any]]:
-    """Yield what imports a module of `comm` anew, as where numba isn't installed."""
-    names = [f"paceline.comm.{name}" for name in _COMPILED_OR_NOT]
-    before = {name: sys.modules.pop(name, None) for name in names}
-    find_spec = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: (  # type: ignore[assignment]
-        None if name == "numba" else find_spec(name, package)
-    )
-    try:
-        fresh = {name: importlib.import_module(name) for name in names}
-    finally:
-        importlib.util.find_spec = find_spec
-        for name, module in before.items():
-            if module is not None:
-                sys.modules[name] = module
-    assert (
-        fresh["paceline.comm.transport.event_loop"].jit
-        is not sys.modules["paceline.comm.transport.event_loop"].jit
-    )
-    yield lambda name: fresh[f"paceline.comm.{name}"]
-
-
 def contributed(world_size: int, size: int, notifications: int) -> Make:
     """Make the windows that CONTRIBUTING.md shows as an example."""
     text = Path(__file__, "../../../../CONTRIBUTING.md").resolve().read_text()
@@ -161,9 +114,7 @@ KINDS: dict[str, Callable[[int, int, int], Make]] = {
     "tcp": tcp,
     "tcp by three connections": tcp_by_three,
     "tcp with faults": faulty_tcp,
-    "tcp without numba": plain_tcp,
     "shared": shared,
-    "shared without numba": plain_shared,
     "CONTRIBUTING's": contributed,
     "nixl": nixl,
 }

@@ -3,8 +3,8 @@
 The byte is the state of the process (`activities.py`), also while a thread holds the lock.
 
 It is written in the subset of Python that numba compiles, so that it runs without ever taking the
-interpreter's lock: a thread that holds the lock doesn't silence the process. Without numba the same
-source runs as plain Python. Its whole state is in arrays that Python allocates:
+interpreter's lock: a thread that holds the lock doesn't silence the process. Its whole state is in
+arrays that Python allocates:
 
     state    words                    what the loop shares with Python
     rows     a row a connection       descriptor, status, moments in ns of the monotonic clock
@@ -19,11 +19,17 @@ silence counts from its end.
 
 from __future__ import annotations
 
-from paceline.comm.transport.system_calls import CALLS
-
-write_word, jit, address, errno = CALLS.write_word, CALLS.jit, CALLS.address, CALLS.errno
-poll, send, recv, read, write = CALLS.poll, CALLS.send, CALLS.recv, CALLS.read, CALLS.write
-clock_gettime = CALLS.clock_gettime
+from paceline.comm.transport.system_calls import (
+    address,
+    clock_gettime,
+    errno,
+    jit,
+    poll,
+    read,
+    recv,
+    send,
+    write,
+)
 
 # The columns of a row, and the words of `state`.
 FD, STATUS, ERROR, HEARD, SILENT_SINCE, CARRIED, ROW = range(7)
@@ -35,11 +41,14 @@ STOP = -1
 END_OF_STREAM = -1  # an error of a row beside those of errno(3)
 WORD = 8  # bytes
 
-_IN, _BAD = 0x1, 0x8 | 0x10 | 0x20  # poll(2)
+_IN = 0x1  # poll(2)
+_BAD = 0x8 | 0x10 | 0x20
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
-_INTERRUPTED, _AGAIN = 4, 11  # errno(3)
+_INTERRUPTED = 4  # errno(3)
+_AGAIN = 11
 _MONOTONIC = 1  # clock_gettime(2)
-_SECOND, _MILLISECOND = 10**9, 10**6  # ns
+_SECOND = 10**9  # ns
+_MILLISECOND = 10**6
 
 
 @jit
@@ -101,14 +110,16 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
         for r in range(top):
             polled[r, 0] = rows[r, FD] if rows[r, STATUS] == OPEN else -1
             polled[r, 1] = _IN
-        polled[top, 0], polled[top, 1] = state[CONTROL], _IN
+        polled[top, 0] = state[CONTROL]
+        polled[top, 1] = _IN
         left = max(0, next_beat - clock(moment))
         poll(address(polled), top + 1, (left + _MILLISECOND - 1) // _MILLISECOND)
         now = clock(moment)
         if now - state[PASSED] > 2 * interval:
             for r in range(top):
                 rows[r, SILENT_SINCE] = now
-        beats, changes = now >= next_beat, False
+        beats = now >= next_beat
+        changes = False
         for r in range(top):
             if rows[r, STATUS] != OPEN:
                 continue
@@ -118,7 +129,8 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
             if beats and error == 0:
                 error = beat(rows[r], state[NUMBER], buffer)
             if error != 0:
-                rows[r, ERROR], rows[r, STATUS] = error, ENDED
+                rows[r, ERROR] = error
+                rows[r, STATUS] = ENDED
                 changes = True
         if beats:
             next_beat = max(next_beat + interval, now)

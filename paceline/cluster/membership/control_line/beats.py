@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.membership.control_line import beat_loop as loop
+from paceline.comm.transport.system_calls import write_word
 
 _ROWS = 4096  # connections at most
 _CLOSE_S = 5.0
@@ -39,7 +40,8 @@ class Beats:
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = _words(loop.STATE)
         self._rows = _words(_ROWS, loop.ROW)
-        self._state[loop.CONTROL], self._state[loop.EVENT] = self._control[0], self.event
+        self._state[loop.CONTROL] = self._control[0]
+        self._state[loop.EVENT] = self.event
         self._state[loop.INTERVAL] = round(interval * _NS)
         arrays = (
             self._state,
@@ -50,7 +52,7 @@ class Beats:
             _words(2),
             np.ones(1, np.int64),
         )
-        loop.write_word(self._control[1], loop.STOP)
+        write_word(self._control[1], loop.STOP)
         loop.run(*arrays)  # numba compiles it here, not while beats are due
         self._thread = threading.Thread(
             target=loop.run, args=arrays, name="control beats", daemon=True
@@ -63,14 +65,14 @@ class Beats:
         self._sockets[row] = connection
         now = time.monotonic_ns()
         self._rows[row] = connection.fileno(), loop.FREE, 0, now, now, 0
-        loop.write_word(self._control[1], 2 * row + loop.ADD)
+        write_word(self._control[1], 2 * row + loop.ADD)
         return row
 
     def remove(self, row: int) -> None:
         """Shut a connection down; it is closed when the thread has released it."""
         with suppress(OSError):
             self._sockets[row].shutdown(socket.SHUT_RDWR)
-        loop.write_word(self._control[1], 2 * row + loop.REMOVE)
+        write_word(self._control[1], 2 * row + loop.REMOVE)
 
     def ended(self) -> Iterator[tuple[int, int]]:
         """Close released connections; yield the row and the error of each that has ended."""
@@ -104,7 +106,7 @@ class Beats:
 
     def close(self) -> None:
         """End the thread and close all connections."""
-        loop.write_word(self._control[1], loop.STOP)
+        write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
         assert not self._thread.is_alive()
         self.close_descriptors()
