@@ -17,12 +17,12 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.window import InProcessWindow, WindowGroup
 from paceline.comm.window import Source, Window, bytes_of
 from paceline.recorder import NullRecorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence.large_batch import Training, World, convnet, usual_step
+from tests.harness.twins.window import InProcessWindow, WindowGroup
 
 STEPS = 3
 

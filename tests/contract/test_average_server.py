@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.faulty_window import Faults
 from paceline.errors import PeerLost
 from paceline.update.outer.average import Average
 from paceline.update.outer.diloco import DiLoCo
@@ -22,6 +21,7 @@ from tests.harness.equivalence.averaging import (
     on_ranks,
 )
 from tests.harness.equivalence.put_synchronizers import ServerThread
+from tests.harness.twins.faulty_window import Faults
 
 ROUNDS: list[dict[str, Any]] = [
     {"every": 1},

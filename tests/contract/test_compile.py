@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import ConfigError
 from paceline.models.compiled_blocks import blocks
 from paceline.replica.compiled_modules import (
@@ -31,6 +30,7 @@ from tests.harness.equivalence.large_batch import (
     replicate,
     sgd,
 )
+from tests.harness.twins.communicator import ThreadGroup
 
 # Warnings of torch.compile's own.
 pytestmark = [

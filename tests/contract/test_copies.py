@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.recorder import NullRecorder
 from paceline.replica.compiled_modules import compile_blocks
 from paceline.replica.pass_spans import watch_passes
@@ -33,6 +32,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadGroup
 
 STEPS = 5
 Make = Callable[[], nn.Module]

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import Communicator, Ticket
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from tests.harness.equivalence.case_models import Tied
 from tests.harness.equivalence.large_batch import Training, convnet, largest_difference
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
 @pytest.fixture

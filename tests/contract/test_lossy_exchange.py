@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codecs import CODECS
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.window import WindowGroup
 
 LENGTHS = (700, 3, 1, 5000)
 NUMEL = sum(LENGTHS)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.peer_activities import Timeout
 from paceline.errors import CommTimeout
 from paceline.reduce import machine_sums
@@ -20,6 +19,7 @@ from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.put_synchronizers import in_threads
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.window import WindowGroup
 
 RUNS = ((700, 3), (5000,), (1, 2, 4), (9,))  # parameters' sizes; the last one is the statistics'
 BUCKETS, STEPS = 3, 5

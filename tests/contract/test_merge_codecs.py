@@ -13,12 +13,12 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.codecs.merge_codecs import merge_codec, return_codec
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.reference.unencoded import Unencoded
+from tests.harness.twins.window import WindowGroup
 
 LENGTHS = (7000, 3, 1, 20_000)
 NUMEL = sum(LENGTHS)

@@ -21,7 +21,6 @@ from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
@@ -33,6 +32,7 @@ from tests.harness.equivalence.large_batch import convnet, largest_difference
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import in_threads, notified, notified_on_machines
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.window import WindowGroup
 
 LIMIT = 1000.0  # longer than a test's: who waits that long fails it
 KINDS = {

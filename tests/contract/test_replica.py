@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from paceline.replica.model_statistics import ModelStatistics
 from tests.harness.equivalence.large_batch import (
@@ -28,6 +27,7 @@ from tests.harness.equivalence.large_batch import (
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
 @pytest.fixture

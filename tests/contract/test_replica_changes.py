@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
@@ -27,6 +26,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
 @pytest.fixture

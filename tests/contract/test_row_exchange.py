@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import CommError, PeerLost
 from paceline.reduce.row_exchange import RowExchange
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.gloo_processes import spawn
+from tests.harness.twins.communicator import ThreadGroup
 
 Run = Callable[..., list[Any]]
 ROWS, WIDTH = 40, 3

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import partition
 from paceline.replica.trained_parameters import TrainedParameters
@@ -34,6 +33,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.put_synchronizers import in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadGroup
 
 pytestmark = [
     pytest.mark.usefixtures("one_core"),

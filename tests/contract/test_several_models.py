@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator, Ticket
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from paceline.reduce.buckets import Bucket
@@ -27,6 +26,7 @@ from paceline.state.snapshots import SnapshotName
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 LIMIT = 20.0
 

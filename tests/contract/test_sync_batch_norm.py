@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import CommTimeout, ConfigError
 from paceline.update.batch_norm import (
     BatchShare,
@@ -25,6 +24,7 @@ from paceline.update.batch_norm import (
     convert_sync_batchnorm,
 )
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 SHAPE = (9, 4, 5, 6)
 CUTS = ((0, 4), (4, 9))  # of a batch of 9, on two ranks

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
@@ -28,6 +27,7 @@ from tests.harness.network.window_kinds import (
     tcp_window,
 )
 from tests.harness.network.window_traffic import Traffic
+from tests.harness.twins.faulty_window import Faults, FaultyWindow
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from paceline.algorithms.sharded import make_sharded
 from paceline.codecs.codecs import CODECS
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import Source, WindowWrapper, bytes_of
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
@@ -22,6 +21,7 @@ from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.large_batch import State, Training
 from tests.harness.equivalence.put_synchronizers import in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.window import WindowGroup
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

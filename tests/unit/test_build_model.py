@@ -11,7 +11,6 @@ from torch.distributed import HashStore
 
 from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
@@ -21,6 +20,7 @@ from paceline.replica.compiled_modules import is_compiled
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 from tests.harness.processes.worlds import run_of, world_of
+from tests.harness.twins.communicator import ThreadGroup
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.comm.link_speed import seconds_per_byte
+from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
 from paceline.replica.replica import Replica
@@ -31,6 +30,7 @@ from paceline.run.run import Run
 from paceline.wiring import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of, world_of
+from tests.harness.twins.communicator import ThreadGroup
 
 CPU = torch.device("cpu")
 

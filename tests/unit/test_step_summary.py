@@ -10,12 +10,12 @@ import torch
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.host_copy import HostCopy
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout, PeerLost
 from paceline.run.step_summary import StepSummaries, StepSummary
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadGroup
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # of which only the name is used here
 

@@ -30,8 +30,6 @@ from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
-from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -39,6 +37,8 @@ from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence.large_batch import Training, largest_difference, made_up_batches
 from tests.harness.equivalence.put_synchronizers import flags_of
 from tests.harness.network.window_kinds import Make, bootstraps
+from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.window import WindowGroup
 
 KINDS = ("inprocess", "shared", "tcp", "machines")
 ALL_KINDS = (*KINDS, "nixl")

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.data.order import Order
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
@@ -29,6 +28,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadGroup
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 State = dict[str, Tensor]

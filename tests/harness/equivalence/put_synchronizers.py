@@ -19,9 +19,6 @@ from paceline.cluster.membership.generation import Group
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
-from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess.communicator import ThreadGroup
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -32,6 +29,9 @@ from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.connections import connect
 from tests.harness.processes.worlds import world_of
+from tests.harness.twins.communicator import ThreadGroup
+from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.window import WindowGroup
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 IntraMachine = Callable[[int], Communicator]  # connects a rank with those of its machine

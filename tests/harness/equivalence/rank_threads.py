@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
+from tests.harness.twins.communicator import ThreadGroup
 
 T = TypeVar("T")
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.notified import make_notified
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
 from paceline.state.snapshots import SnapshotName, Snapshots
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
@@ -27,6 +26,7 @@ from paceline.update.state_watch import plain_state
 from tests.harness.equivalence.large_batch import made_up_batches, replicate, usual_step
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.twins.communicator import ThreadGroup
 
 TOKEN = "generation"
 BATCHES = made_up_batches([12] * 9)

@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow, connect_window
-from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
+from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.window import WindowGroup
 
 T = TypeVar("T")
 Make = Callable[[int], Window]  # of a rank

@@ -9,10 +9,10 @@ import torch
 
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.recorder import NullRecorder, Recorder
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
+from tests.harness.twins.communicator import ThreadGroup
 
 
 def world_of(
