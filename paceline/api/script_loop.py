@@ -33,7 +33,6 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
-from paceline.replica.state.checksums import Checksums
 from paceline.run.last_comparison import evaluated_apart
 from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
@@ -393,7 +392,7 @@ class ScriptLoop:
         """
         if self.steps is None or not self._position.begun:
             return
-        if self._broken:
+        if self.broken:
             self.steps.rescue()
             if self.replica is not None:
                 with suppress(CommError):  # a peer has gone before its own update
@@ -451,22 +450,12 @@ class ScriptLoop:
         """Whether no parameter was used since the last step; `finish` uses them."""
         return self.replica is not None and self.replica.unused
 
-    def last_checksums(self) -> Checksums | None:
-        """Return the checksums of the parameters after the last step, as `Steps` does; local.
-
-        Returns:
-            None, too, where this process has made no step, or the loop has ended within one.
-        """
-        if self.steps is None or not self.begun or self._broken:
-            return None
-        return self.steps.last_checksums()
-
     def save_interrupted(self) -> int | None:
         """Save the state after an interrupt; return the number of steps in the newest file."""
         if self.steps is None:
             return None
         _, world_size = self._run.rank_and_size()
-        if world_size == 1 and not self._broken:
+        if world_size == 1 and not self.broken:
             with errors_name_arguments():
                 self.steps.save()
         return self.steps.rescue()
@@ -503,7 +492,7 @@ class ScriptLoop:
         steps = self.require_steps(call)
         if self._in_step:
             raise ConfigError(f"{call} was called inside a step: call it between steps.")
-        if self._broken:
+        if self.broken:
             raise ConfigError(
                 f"{call} was called after an error inside a step: close() the world and join "
                 "again; a run with a folder resumes from its last checkpoint."
@@ -526,7 +515,7 @@ class ScriptLoop:
             raise self.rollback.error
 
     @property
-    def _broken(self) -> bool:
+    def broken(self) -> bool:
         """Whether the loop has ended in the middle of a step, or was stopped."""
         return self._failed or self._end.stopped
 

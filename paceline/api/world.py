@@ -496,10 +496,14 @@ class World:
         Raises:
             CommError: a peer was lost, or silent, in that exchange.
         """
-        checksums, joined = self._loop.last_checksums(), self._session.joined
+        loop = self._loop
+        if loop.steps is None or not loop.begun or loop.broken:
+            return None
+        checksums = loop.steps.last_checksums()
         if checksums is None:
             return None
-        evaluated = 0 if self._loop.rollback.entered else self._loop.evaluated
+        joined = self._session.joined
+        evaluated = 0 if loop.rollback.entered else loop.evaluated
         own = LastState(steps=self.steps, code=code_of(checksums), used=used, evaluated=evaluated)
         report = print_message_for_scripts
         return post_and_compare(joined.store, joined.group, own, checksums, report)

@@ -23,7 +23,7 @@ from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
-from paceline.replica.state.checksums import ChecksumParts, Checksums, Parts
+from paceline.replica.state.checksums import ChecksumParts, Parts
 from paceline.replica.state.copier import POSITION, StateCopier, StateObjects, restore_state
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.snapshot_backup import SnapshotBackup
@@ -220,29 +220,16 @@ class StepSnapshots:
         """
         if self.check.enabled and not self.alone:
             parts = ChecksumParts(parameters_only=self._replica.averaged)
-            copier = StateCopier(parts, self._name(step), self.objects, {}, self._checks)
-            bound = self._replica.take_snapshot_between_steps(copier)
-            self.check.compare(step, parts if bound else None)
+            self.check.compare(step, parts if self.add_state(parts, step) else None)
 
-    def last_checksums(self, step: int) -> Checksums | None:
-        """Settle, and return the checksums of the parameters after the last step; local.
-
-        Args:
-            step: the number of completed steps.
+    def add_state(self, parts: ChecksumParts, step: int) -> bool:
+        """Settle, and add the state before a step to checksums; local.
 
         Returns:
-            the checksums; None where nothing is compared, or where the script has written the
-            parameters since the last step.
+            whether all its parameters are bound; others get rank 0's values in the next step.
         """
-        if self.alone or not self.check.enabled:
-            return None
-        parts = ChecksumParts(parameters_only=True)
-        self._replica.settle()
-        if not self._replica.unwritten:
-            return None
         copier = StateCopier(parts, self._name(step), self.objects, {}, self._checks)
-        bound = self._replica.take_snapshot_between_steps(copier)
-        return parts.result() if bound else None
+        return self._replica.take_snapshot_between_steps(copier)
 
     def checksum_code(self, step: int) -> tuple[int, int]:
         """Return the code of the checked state before a step, and an interval; 0 without one."""

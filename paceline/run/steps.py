@@ -32,7 +32,7 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import STEPPED_BITS, AnyReplica
-from paceline.replica.state.checksums import Checksums
+from paceline.replica.state.checksums import ChecksumParts, Checksums
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.position import Position
@@ -357,11 +357,17 @@ class Steps:
         """Settle, and return the checksums of the parameters after the last step; local.
 
         Returns:
-            as `StepSnapshots.last_checksums`; None, too, where `save` has compared the state.
+            the checksums; None where nothing is compared, where `save` has compared the state, or
+            where the script has written the parameters since the last step.
         """
-        if self._checkpoints.compares:
+        if self._checkpoints.compares or self._snapshots.alone or not self._check.enabled:
             return None
-        return self._snapshots.last_checksums(self.position.number)
+        self._replica.settle()
+        # What the script wrote is its own: rank 0 may test an average of the parameters, say.
+        if not self._replica.unwritten:
+            return None
+        parts = ChecksumParts(parameters_only=True)
+        return parts.result() if self._snapshots.add_state(parts, self.position.number) else None
 
     def end_epoch(self, accuracy: float | None = None) -> None:
         """Start the next epoch, and save. All ranks call it.
