@@ -24,8 +24,8 @@ from paceline.api.functions.function_call import FunctionCall
 from paceline.api.open_world import end_earlier_world
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.supervisor import print_message, run_workers
 from paceline.errors import ConfigError, PacelineError

@@ -31,8 +31,8 @@ from paceline.cluster.rendezvous.server_registration import (
     meet_run,
     open_start,
 )
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import open_store
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import (
     declare_survivable,

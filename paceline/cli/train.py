@@ -24,11 +24,11 @@ from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.rendezvous.formed_run import FormedRun, finish_orphaned
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.registered_machine import deregister_orphaned
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.waiting import call_with_timeout
-from paceline.cluster.supervision.formed_run import FormedRun, finish_orphaned
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.requests.member_record import (
     remove_ended_records,

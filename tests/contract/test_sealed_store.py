@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.cluster.rendezvous.registration import RegisteredWorld
 from paceline.cluster.stores import tcp_store
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.cluster.stores.store_spec import StoreSpec, open_store, peek
 from paceline.cluster.stores.tcp_store import serve_tcp
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 from paceline.errors import CommError, ConfigError
 
 LIMIT = timedelta(seconds=5)

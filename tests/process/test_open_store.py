@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from paceline.cluster.rendezvous.machine_rendezvous import serve_if_needed
 from paceline.cluster.rendezvous.registration import RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.stores.tcp_store import split_address
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 from tests.harness.network.rendezvous import SPACE, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 

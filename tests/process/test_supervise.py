@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import ConfigError, DataError, PeerLost
 from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.supervisor_stage import FULL, Stage, at_most

@@ -11,12 +11,12 @@ from contextlib import closing
 
 import pytest
 
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import (
     EventQueue,
     Exited,
     Interrupted,
 )
-from paceline.cluster.supervision.failure_report import FailureReport
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.membership.generation_waits import Change, left_out, without_quorum
-from paceline.cluster.supervision.failure_report import FailureReport, cause
+from paceline.cluster.stores.failure_report import FailureReport, cause
 from paceline.cluster.supervision.machine_endpoint import how_it_ended
 from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommTimeout, ConfigError, PeerLost

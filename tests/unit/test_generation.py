@@ -16,8 +16,8 @@ from paceline.cluster.environment import (
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.rendezvous.machine_rendezvous import serve
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport, cause
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
-from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
 from tests.harness.processes.worlds import world_of

@@ -11,8 +11,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from paceline.cluster.membership.leases.lease import Verdict
-from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
+from paceline.cluster.rendezvous.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.registration import Registration
 
 HERE = ProcessIdentity.of_this_process()

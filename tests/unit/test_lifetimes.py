@@ -51,7 +51,7 @@ ALLOWED = {
     "cluster/rendezvous/registration.py RunRecord.generation": "the id of a start",
     "cluster/join.py Joined.group": _WORLD,
     "cluster/rendezvous/process_rendezvous.py FormedWorld.group": _WORLD,
-    "cluster/supervision/formed_run.py FormedRun.generation": _WORLD,
+    "cluster/rendezvous/formed_run.py FormedRun.generation": _WORLD,
     "cluster/supervision/process_end.py LaunchedEnd._world": "the world that the process leaves",
     "cluster/supervision/machine_workers.py MachineWorkers._run": "the workers' first world",
     "api/session.py Session.joined": "names keys and peers of the world that `join` found",

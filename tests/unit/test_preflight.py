@@ -19,7 +19,7 @@ from paceline.cluster.rendezvous.preflight import (
     token_facts,
     version_facts,
 )
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig

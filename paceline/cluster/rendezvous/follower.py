@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-from paceline.cluster.membership.leases.lease_watch import LeaseWatch
 from paceline.cluster.rendezvous.deadline import (
     Deadline,
     DeadlinePassed,
     describe_numbers,
     missing_numbers,
 )
+from paceline.cluster.rendezvous.lease_watch import LeaseWatch
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
     STORE_LIMIT,
@@ -29,8 +29,8 @@ from paceline.cluster.rendezvous.registered_machine import (
 )
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport, post
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, first_line, open_store, peek
-from paceline.cluster.supervision.failure_report import FailureReport, post
 from paceline.errors import CommError, ConfigError
 
 

@@ -11,9 +11,9 @@ import secrets
 import uuid
 from contextlib import suppress
 
-from paceline.cluster.membership.leases.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, describe_numbers
+from paceline.cluster.rendezvous.lease_watch import LeaseWatch
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
     RegisteredMachine,

@@ -25,6 +25,7 @@ from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.follower import follow
+from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
@@ -43,6 +44,7 @@ from paceline.cluster.rendezvous.registration import (
     RunRecord,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
@@ -52,8 +54,6 @@ from paceline.cluster.stores.store_spec import (
     run_space,
 )
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
-from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.comm.addresses import host_and_port, interfaces, is_loopback, loopback
 from paceline.errors import CommError
 

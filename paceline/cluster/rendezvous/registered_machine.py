@@ -11,9 +11,10 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.leases.heartbeat import Heartbeat
 from paceline.cluster.membership.leases.lease import ENDED
-from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
+from paceline.cluster.rendezvous.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
@@ -22,7 +23,6 @@ from paceline.cluster.stores.store_spec import (
     open_store,
     peek,
 )
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 
 STORE_LIMIT = timedelta(seconds=10)
 FINISHED = "finished"

@@ -27,16 +27,16 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.membership.leases.heartbeat import Heartbeat
 from paceline.cluster.membership.leases.lease import ENDED
-from paceline.cluster.membership.leases.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.process_rendezvous import START
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
+from paceline.cluster.stores.failure_report import FAILURE
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.stores.waiting import await_keys
-from paceline.cluster.supervision.failure_report import FAILURE
 from paceline.config.world import without_password
 from paceline.errors import CommError, CommTimeout, ConfigError
 

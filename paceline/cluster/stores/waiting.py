@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import CommTimeout, PeerLost
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.stores.failure_report import FailureReport
 
 
 @dataclass(frozen=True, kw_only=True)

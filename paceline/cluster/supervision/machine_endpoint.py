@@ -29,8 +29,8 @@ from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
-from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.rendezvous.formed_run import FormedRun
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommError
 

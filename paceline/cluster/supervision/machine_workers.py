@@ -28,12 +28,12 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.cluster.membership.generation import Member, joins_key
+from paceline.cluster.rendezvous.formed_run import FormedRun, MarkFinished
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport, cause, post
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import EventQueue, Exited, Interrupted
-from paceline.cluster.supervision.failure_report import FailureReport, cause, post
-from paceline.cluster.supervision.formed_run import FormedRun, MarkFinished
 from paceline.cluster.supervision.supervisor_file import SupervisorFile
 from paceline.cluster.supervision.worker_exit import SupervisorEndpoint, WorkerExit
 from paceline.cluster.supervision.worker_process import WorkerProcess

@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.process_rendezvous import START, FormedWorld
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
+from paceline.cluster.stores.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
@@ -30,9 +30,8 @@ from paceline.cluster.stores.store_spec import (
     peek,
 )
 from paceline.cluster.stores.waiting import call_with_timeout
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.supervisor_file import SupervisorFileLock
+from paceline.cluster.supervision.supervisor_file import SupervisorFileLock, write_supervisor_file
 from paceline.cluster.supervision.survival_mark import read_mark
 from paceline.cluster.supervision.worker import declare_closed, report_error
 from paceline.errors import CommTimeout
@@ -78,8 +77,9 @@ class SupervisedEnd(ProcessEnd):
         return report_error(self._environment, error)
 
     def post_exit_status(self, status: int) -> None:
+        failure = FailureReport.of_status(status)
         with suppress(OSError):  # the supervisor has ended
-            FailureReport.of_status(status).write(Path(self._environment.error_file))
+            write_supervisor_file(self._environment.error_file, failure.to_text())
 
     def close(self) -> None:
         if read_mark(self._environment.survival_mark) is not None:

@@ -13,12 +13,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from paceline.cluster.membership.generation_waits import OutsideWorld
+from paceline.cluster.rendezvous.formed_run import FormedRun, MarkFinished
 from paceline.cluster.rendezvous.machine_rendezvous import open_run
 from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue, Interrupted
-from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.formed_run import FormedRun, MarkFinished
 from paceline.cluster.supervision.machine_workers import (
     MachineWorkers,
     OpenEndpoint,

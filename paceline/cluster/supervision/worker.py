@@ -26,15 +26,20 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
 from paceline.cluster.membership.generation import Generation, Group, joins_key
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import (
     continue_at_end_of_parent,
     watch_parent,
 )
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.supervision.supervisor_file import SupervisorFileLock, is_open, process_of
+from paceline.cluster.supervision.supervisor_file import (
+    SupervisorFileLock,
+    is_open,
+    process_of,
+    write_supervisor_file,
+)
 from paceline.cluster.supervision.survival_mark import declare
 
 
@@ -93,7 +98,7 @@ def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
         print_message(failure.text)
         return failure.status
     try:
-        failure.write(Path(environment.error_file))
+        write_supervisor_file(environment.error_file, failure.to_text())
     except OSError:
         print_message(failure.text)
     return failure.status
@@ -136,7 +141,7 @@ def report_stop(number: signal.Signals, *, consequence: bool = False) -> None:
     if environment is not None:
         failure = replace(FailureReport.of_signal(number), consequence=consequence)
         with suppress(OSError):  # the supervisor has ended
-            failure.write(Path(environment.error_file))
+            write_supervisor_file(environment.error_file, failure.to_text())
 
 
 def end_with_supervisor(lost: Callable[[], None] = lambda: None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.stores.failure_report import FailureReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.cluster.environment import WorkerEnvironment, environment_of
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import END
 from paceline.cluster.supervision.survival_mark import read_mark
 from paceline.errors import CommError

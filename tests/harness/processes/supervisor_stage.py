@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Self
 
 from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision import parent_death_watchdog
-from paceline.cluster.supervision.failure_report import FailureReport
-from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.supervisor import supervise
+from paceline.cluster.supervision.supervisor_file import write_supervisor_file
 from paceline.cluster.supervision.worker_exit import WorkerExit
 
 LIMIT = 30.0
@@ -64,7 +65,7 @@ class Actor:
 
     def write_failure_report(self, failure: FailureReport) -> None:
         """Write the worker's failure report; the worker doesn't end yet."""
-        failure.write(Path(self.environment.error_file))
+        write_supervisor_file(self.environment.error_file, failure.to_text())
 
     def fail(self, error: Exception) -> None:
         """Let the worker end with a report of this error."""

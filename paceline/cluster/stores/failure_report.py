@@ -12,14 +12,12 @@ import signal
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.json_record import JsonRecord
-from paceline.cluster.supervision.supervisor_file import write_supervisor_file
 from paceline.errors import CommError, CommTimeout, PacelineError, PeerLost
 
 FAILURE = "failure"
@@ -101,14 +99,6 @@ class FailureReport(JsonRecord):
         report = super().from_text(text)
         valid = isinstance(report.status, int) and 0 < report.status < 256
         return report if valid else replace(report, status=1)
-
-    def write(self, path: Path) -> None:
-        """Write the report to a worker's error file, in one call.
-
-        Raises:
-            OSError: the supervisor, in whose memory the file is, has ended.
-        """
-        write_supervisor_file(path, self.to_text())
 
 
 def post(store: Store, failure: FailureReport) -> FailureReport:
