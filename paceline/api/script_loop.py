@@ -78,11 +78,15 @@ class ScriptLoop:
         end: WorldEnd,
         begin: Callable[[], None],
     ) -> None:
-        self._run, self._position, self._end, self._begin = run, position, end, begin
+        self._run = run
+        self._position = position
+        self._end = end
+        self._begin = begin
         self.steps: Steps | None = None
         self.replica: AnyReplica | None = None
         self.rollback = Rollback(position, end, run)
-        self.loaders, self.begun = 0, False
+        self.loaders = 0
+        self.begun = False
         self.evaluated = 0
         self.meters = Meters(run.context.device)
         self._reported_apart = False  # that some ranks have evaluated alone
@@ -162,7 +166,9 @@ class ScriptLoop:
                 yield ActiveStep()
             return
         try:
-            steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
+            steps = self.require_between_steps("world.step()")
+            step = ActiveStep()
+            entered = False
             try:
                 self._repeats = repeats = self._position.repeats
                 batch_slice, earlier = self._position.next_slice(samples, weight)
@@ -191,7 +197,8 @@ class ScriptLoop:
                 return
             finally:
                 self._in_step = False
-            self._failed, step.done = False, True
+            self._failed = False
+            step.done = True
             self._record(earlier, steps.generation)
             self._position.mark_trained(None if self._position.order is None else batch_slice)
         except (PacelineError, Stop) as error:

@@ -75,7 +75,8 @@ class World:
     """
 
     def __init__(self, session: Session, run: Run, start: Start) -> None:
-        self._session, self._run = session, run
+        self._session = session
+        self._run = run
         self._start = start  # without the checkpoint from the first step on
         start.given.tracked_entry = TRACKED
         self._tracked = Tracked(start)
@@ -414,7 +415,8 @@ class World:
             raise ConfigError(f"{call} needs a run folder: pass run=… to paceline.join().")
         if self._loop.rollback.error is not None:
             return
-        steps, replica = self._loop.require_between_steps(call), self._loop.replica
+        steps = self._loop.require_between_steps(call)
+        replica = self._loop.replica
         with self._end.explained(call):
             try:
                 if replica is not None and replica.stateful:
@@ -449,7 +451,8 @@ class World:
         used = not self._loop.parameters_unused  # before `finish`, which uses them
         try:
             self._loop.finish()
-            session, present = self._session, self._run.context.group.generation
+            session = self._session
+            present = self._run.context.group.generation
             session.activities.close()
             if session.link is not None:
                 session.link.leave()
@@ -545,7 +548,8 @@ class World:
             self.close()
         finally:
             self._loop.discard_batches()
-        run, saved = self._session.run, ""
+        run = self._session.run
+        saved = ""
         if run is not None and self.rank == 0:
             steps = Checkpoints(run, self._session.output.keep_checkpoints).newest_step()
             if steps is not None:
@@ -576,10 +580,12 @@ class World:
                 one.on_loss = self._loop.lose_between_steps
         grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
         replica = ReplicaGroup(grouped) if grouped else replicas[0]
-        self._loop.replica, self._pairs = replica, list(pairs)
+        self._loop.replica = replica
+        self._pairs = list(pairs)
         self._loop.models = [pair.model for pair in pairs if pair.scope.first]
         self._position.several = bool(grouped)
-        output, averaged = session.output, isinstance(replica, AveragedReplica)
+        output = session.output
+        averaged = isinstance(replica, AveragedReplica)
         if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
@@ -694,7 +700,9 @@ class World:
 
     def _begin(self) -> None:
         """Begin this start's first step."""
-        steps, replica, order = self._loop.steps, self._loop.replica, self._position.order
+        steps = self._loop.steps
+        replica = self._loop.replica
+        order = self._position.order
         assert steps is not None
         assert replica is not None
         self._tracked.begin()

@@ -71,14 +71,19 @@ class StepSnapshots:
         check: bool = True,
         backup: SnapshotBackup | None = None,
     ) -> None:
-        self._run, self._replica, self.objects = run, replica, objects
-        self._limit_mb, self._report = limit_mb, report
+        self._run = run
+        self._replica = replica
+        self.objects = objects
+        self._limit_mb = limit_mb
+        self._report = report
         self._snapshots = Snapshots()
         self._interval = SnapshotInterval(interval)
-        self.enabled, self._off = enabled, False
+        self.enabled = enabled
+        self._off = False
         self.check = ReplicaCheck(run, enabled=check)
         self._summed: tuple[int, ChecksumParts] | None = None  # a step, and the state before it
-        self._copies, self._between = _Spans(run, "snapshot"), 0
+        self._copies = _Spans(run, "snapshot")
+        self._between = 0
         self._checks = _Spans(run, "check")
         self._bindings = replica.bindings  # during which the interval is measured
         # Received, and obeyed by all ranks at a later boundary.
@@ -234,8 +239,10 @@ class StepSnapshots:
     def checksum_code(self, step: int) -> tuple[int, int]:
         """Return the code of the checked state before a step, and an interval; 0 without one."""
         if self._summed is not None and self._summed[0] == step:
-            parts, self._summed = self._summed[1], None
-            spent, self._checks.seconds = self._checks.seconds, 0.0
+            parts = self._summed[1]
+            self._summed = None
+            spent = self._checks.seconds
+            self._checks.seconds = 0.0
             return self.check.checksum_code(step, parts, spent)
         if self.alone or self._replica.averaged or not self.holds(step):
             return 0, 0
@@ -293,7 +300,8 @@ class StepSnapshots:
         self.commits.leave_generation(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
-        self._interval.steps, self._off = position["snapshot_interval"], False
+        self._interval.steps = position["snapshot_interval"]
+        self._off = False
         if objects:
             restore_state(state, self.objects)
         if isinstance(self._replica, AveragedReplica):
@@ -310,7 +318,8 @@ class StepSnapshots:
 
     def continue_from(self, interval: int) -> None:
         """Take snapshots again, with the interval that the durable state has; 0: it is measured."""
-        self._interval.steps, self._off = interval, False
+        self._interval.steps = interval
+        self._off = False
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         context = self._run.context
@@ -367,7 +376,9 @@ class _Spans(NullRecorder):
     """
 
     def __init__(self, run: Run, name: str) -> None:
-        self._run, self._name, self.seconds = run, name, 0.0
+        self._run = run
+        self._name = name
+        self.seconds = 0.0
 
     @contextmanager
     def span(self, name: str, **fields: object) -> Iterator[None]:

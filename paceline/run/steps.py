@@ -45,7 +45,8 @@ from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
 
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
-_IN_STEP, _BEFORE_STEP = 3, 4
+_IN_STEP = 3
+_BEFORE_STEP = 4
 
 
 class Stop(Exception):
@@ -102,15 +103,19 @@ class Steps:
         self.first_step_checks = first_step_checks  # None after the first steps of a generation
         self._snapshots = snapshots
         self._check = snapshots.check
-        self._replica, self.run = replica, run
-        self._writer, self._seed = writer, seed
+        self._replica = replica
+        self.run = run
+        self._writer = writer
+        self._seed = seed
         if writer is not None:
             writer.may_write = lambda: run.may_write()
             writer.lease_lasts = lambda: run.lease_lasts()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
-        self._stopping, self._check_sums = stopping, check_sums
-        self._value_count, self._device = value_count, device
+        self._stopping = stopping
+        self._check_sums = check_sums
+        self._value_count = value_count
+        self._device = device
         self._checkpoints = CheckpointSchedule(
             run,
             replica,
@@ -226,7 +231,9 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
+        number = batch.number
+        span = self.run.recorder.span
+        began = time.perf_counter()
         self._begin_step(number)
         with self.run.context.activities.step(number), span("step", step=number):
             with span("boundary"):
@@ -263,14 +270,18 @@ class Steps:
             sums=self.position.sums,
             **fields,
         )
-        self.position.step, self.position.number = batch.step + 1, number + 1
+        self.position.step = batch.step + 1
+        self.position.number = number + 1
         if self.run.report_progress is not None:
             self.run.report_progress(number + 1)
-        request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
+        request = 0
+        acknowledged = NONE_ACKNOWLEDGED
+        interval = 0
         if self._keeping:
             seconds = time.perf_counter() - began
             request, acknowledged, interval = self._checkpoints.report(number, seconds)
-        code, check_interval = 0, 0
+        code = 0
+        check_interval = 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.checksum_code(number)
         if self._replica.loaded:
@@ -283,7 +294,8 @@ class Steps:
             seen = self.first_step_checks.row(batch)
             if not seen:  # those steps are over
                 self.first_step_checks = None
-        outcome, self._continued = self._replica.stepped | self._continued, 0
+        outcome = self._replica.stepped | self._continued
+        self._continued = 0
         self._stepped[number] = outcome
         self.run.context.summaries.send(
             number,
@@ -380,11 +392,9 @@ class Steps:
         if best:
             position.best = accuracy
             position.best_epoch = position.epoch
-        position.epoch, position.step, position.sums = (
-            position.epoch + 1,
-            0,
-            [0.0] * self._value_count,
-        )
+        position.epoch += 1
+        position.step = 0
+        position.sums = [0.0] * self._value_count
         self.save(best=best)
 
     def improves(self, accuracy: float | None) -> bool:
@@ -461,7 +471,8 @@ class Steps:
         Ranks meet several times within the timeout, because a file may take longer.
         """
         context = self.run.context
-        limit, written = context.limits[1] / 4, False
+        limit = context.limits[1] / 4
+        written = False
         while not written:
             own = self._writer is None or not self.run.leads or self._writer.written(limit)
             missing = torch.tensor([not own], dtype=torch.float64)

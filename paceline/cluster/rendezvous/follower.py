@@ -146,7 +146,8 @@ def _register_and_wait(
     live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
     """Return the complete world; None if it will not form, or not with this machine."""
-    key, own = registered.key("machine"), registered.registration.to_text()
+    key = registered.key("machine")
+    own = registered.registration.to_text()
     with ExitStack() as undo:
         undo.callback(registered.abandon)
         while (holder := registered.store.compare_set(key, "", own)) != own.encode():

@@ -154,7 +154,8 @@ class FormedRun:
 
         A shared folder or Redis server that was lost in mid-run reports nothing, and is no error.
         """
-        deadline, reason = time.monotonic() + limit, ""
+        deadline = time.monotonic() + limit
+        reason = ""
         try:
             watch = self.registered.watch(self.world.registrations[0])
             while not reason:

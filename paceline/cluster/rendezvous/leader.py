@@ -46,7 +46,8 @@ def take_over(
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
             _wait_until_over(plan, rendezvous, old, registration.process, deadline)
-        expected, desired = "" if found is None else found.decode(), record.to_text()
+        expected = "" if found is None else found.decode()
+        desired = record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, desired) == desired.encode():
                 if old is not None:

@@ -25,15 +25,20 @@ class LeaseWatch:
         self, store: Store, registration: Registration, own_process: ProcessIdentity
     ) -> None:
         self.registration = registration
-        self._store, self._own_process = store, own_process
+        self._store = store
+        self._own_process = own_process
         self._counter = peek(store, lease_key(registration))
-        self._since, self._advanced = time.monotonic(), False
+        self._since = time.monotonic()
+        self._advanced = False
 
     def verdict(self) -> Verdict:
         """Look at the lease, and judge by all that was seen until now."""
-        counter, now = peek(self._store, lease_key(self.registration)), time.monotonic()
+        counter = peek(self._store, lease_key(self.registration))
+        now = time.monotonic()
         if counter != self._counter:
-            self._counter, self._since, self._advanced = counter, now, True
+            self._counter = counter
+            self._since = now
+            self._advanced = True
         process = ask_kernel(self.registration.process, self._own_process)
         return judge(counter, process, now - self._since, advanced=self._advanced)
 

@@ -236,7 +236,8 @@ def _first_generation(
     listener: ProbeListener,
     deadline: Deadline,
 ) -> Generation:
-    store, machine = registered.store, registered.plan.machine
+    store = registered.store
+    machine = registered.plan.machine
     registrations = world.registrations
     addresses: tuple[str, ...] = (loopback(),) * len(registrations)
     if not world.one_network or registered.plan.interfaces:

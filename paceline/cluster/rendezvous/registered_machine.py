@@ -54,8 +54,10 @@ class RegisteredMachine:
         on_failure: Callable[[FailureReport], None],
         report_store_loss: Callable[[str], None],
     ) -> None:
-        self.plan, self.registration = plan, registration
-        self.rendezvous, self.start_id = rendezvous, start_id
+        self.plan = plan
+        self.registration = registration
+        self.rendezvous = rendezvous
+        self.start_id = start_id
         self.space = rendezvous.subspace(start_id)
         self.store = open_store(self.space, STORE_LIMIT, make=self.is_machine_0)
         self.run_store = open_store(rendezvous, STORE_LIMIT)
@@ -144,7 +146,8 @@ def deregister_orphaned(space: StoreSpec, machine: int) -> None:
     if text is None or space.served_by_run:
         return
     store.set(f"left/{machine}", "1")
-    world, own = RegisteredWorld.from_text(text).registrations, f"orphan of machine {machine}"
+    world = RegisteredWorld.from_text(text).registrations
+    own = f"orphan of machine {machine}"
     all_left = store.check([f"left/{number}" for number in range(len(world))])
     if all_left and store.compare_set("remover", "", own) == own.encode():
         run, _, start_id = space.space.rpartition("/")

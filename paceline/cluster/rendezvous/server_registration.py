@@ -108,7 +108,8 @@ class RegisteredServer:
     """
 
     def __init__(self, store: PolledStore, registration: Registration) -> None:
-        self._store, self._registration = store, registration
+        self._store = store
+        self._registration = registration
         self._lease_store = store.clone()  # a wait on one blocks its other users
         self._heartbeat = Heartbeat(self._beat, no_report)
         self._invited = False
@@ -260,7 +261,8 @@ def _newest_start(
     """Return the space of a run's newest start, and what tells that the start is over."""
     try:
         store = open_store(rendezvous, STORE_LIMIT)
-        text, launched = peek(store, "run"), peek(store, START)
+        text = peek(store, "run")
+        launched = peek(store, START)
     except CommError:  # of a store that the run serves: the run is yet to start
         return None
     if text is None:
@@ -330,10 +332,12 @@ def invite(
         CommError: it has ended, or didn't answer in time.
         PeerLost: another process gave a reason for the run's end.
     """
-    prefix, name = f"server/{registration.id}", name_of(registration)
+    prefix = f"server/{registration.id}"
+    name = name_of(registration)
     answer = f"{prefix}/{_answer_to(invitation.purpose)}"
     store.set(f"{prefix}/invitation", invitation.to_text())
-    watch, ends = LeaseWatch(store, registration, own_process), time.monotonic() + limit
+    watch = LeaseWatch(store, registration, own_process)
+    ends = time.monotonic() + limit
     while True:
         left = ends - time.monotonic()
         try:

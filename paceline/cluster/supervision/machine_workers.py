@@ -72,8 +72,11 @@ class MachineWorkers:
         report_failure: Callable[[FailureReport], None],
         open_endpoint: OpenEndpoint | None = None,
     ) -> None:
-        self._plan, self._run = plan, run
-        self._events, self._report, self._report_failure = events, report, report_failure
+        self._plan = plan
+        self._run = run
+        self._events = events
+        self._report = report
+        self._report_failure = report_failure
         self._open_endpoint = open_endpoint
         self._endpoint: SupervisorEndpoint | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -213,7 +216,8 @@ class MachineWorkers:
         Returns:
             the failure that this is, where the plan calls it one.
         """
-        plan, size = self._plan, len(self._run.generation.members)
+        plan = self._plan
+        size = len(self._run.generation.members)
         if not plan.runs_command or size == 1:
             return None
         keys = [joins_key(plan.machine, local_rank) for local_rank in range(plan.workers)]
@@ -258,7 +262,8 @@ class MachineWorkers:
     def _exited(self, event: Exited) -> FailureReport | None:
         """Note a worker's end; return the failure, if it is one that the others don't survive."""
         local_rank = event.local_rank
-        worker, name = self._workers.pop(local_rank), self._name(local_rank)
+        worker = self._workers.pop(local_rank)
+        name = self._name(local_rank)
         if event.returncode == 0:
             self._survivable |= worker.survives
             self._report_exit(local_rank, name, f"{name} ended with status 0.", failed=False)
@@ -338,7 +343,8 @@ class MachineWorkers:
             )
             return
         with suppress(Interrupted):  # a signal: the other machines are not waited for
-            lost, served = self._lost_machines, self._run.registered.rendezvous.served_by_run
+            lost = self._lost_machines
+            served = self._run.registered.rendezvous.served_by_run
             try:
                 self._run.deregister(self._events.pause, self._plan.timeout, lost=lost)
             except STORE_ERRORS as error:

@@ -108,8 +108,11 @@ class LaunchedEnd(ProcessEnd):
         cleans_up: bool,
         timeout: float,
     ) -> None:
-        self._world, self._rendezvous, self._server = world, rendezvous, server
-        self._cleans_up, self._timeout = cleans_up, timeout
+        self._world = world
+        self._rendezvous = rendezvous
+        self._server = server
+        self._cleans_up = cleans_up
+        self._timeout = timeout
         group = world.group
         self._name = group.generation.describe(group.rank)
 
@@ -160,7 +163,8 @@ class LaunchedEnd(ProcessEnd):
         return FailureReport.from_text(text)
 
     def _deregister(self, limit: float) -> None:
-        group, store = self._world.group, self._world.store
+        group = self._world.group
+        store = self._world.store
         store.set(f"left/{group.rank}", "")
         if not self._cleans_up:
             return

@@ -71,7 +71,8 @@ def save_after(
         the sentence; "" where nothing is saved, as by a process that the others have expelled.
     """
     outside = error if isinstance(error, OutsideWorld) else getattr(error, "__cause__", None)
-    leaderless, resumes = False, RESUMES
+    leaderless = False
+    resumes = RESUMES
     if isinstance(error, Diverged):
         resumes = "the same command would diverge again from there"
     if isinstance(outside, OutsideWorld):

@@ -80,7 +80,8 @@ def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    machine, local_rank = environment.machine, environment.local_rank
+    machine = environment.machine
+    local_rank = environment.local_rank
     formed = Generation.from_text(store.get(f"formed/{machine}"))
     join = store.add(joins_key(machine, local_rank), 1) - 1
     generation = formed.with_token_of_join(join)

@@ -48,7 +48,8 @@ class WorkerProcess:
     ) -> None:
         self._error_file = Path(environment.error_file)
         self._survival_mark = environment.survival_mark
-        self._local_rank, self._events = environment.local_rank, events
+        self._local_rank = environment.local_rank
+        self._events = events
         self._lock = threading.Lock()  # over `_running`: a reaped process's number is used again
         self._running = True
         self._process = subprocess.Popen(

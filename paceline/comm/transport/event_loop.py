@@ -69,7 +69,9 @@ _AGAIN = 11
 _WAIT_SLICE_MS = 500
 _SOL_SOCKET = 1  # socket(7)
 _SO_RCVLOWAT = 18
-_ENOUGH = 2**17  # bytes of a long frame for which the event loop wakes
+# Bytes of a long frame for which the event loop wakes: woken for each packet, it would spend more
+# time on system calls than on copies.
+_ENOUGH = 2**17
 _MONOTONIC = 1  # clock_gettime(2)
 
 

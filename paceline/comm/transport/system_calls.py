@@ -22,7 +22,9 @@ _MUTEX_WORDS = 16  # 128 bytes, more than any pthread_mutex_t; all zero is an un
 _I32 = types.int32
 _WORD = types.intp
 
-_LIBC = ctypes.PyDLL(None)  # keeps the interpreter's lock
+# PyDLL keeps the interpreter's lock: these calls take less than a microsecond, and to get the lock
+# back from a thread that computes would take milliseconds.
+_LIBC = ctypes.PyDLL(None)
 _write = _LIBC.write
 _write.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
 
