@@ -33,7 +33,7 @@ LAYERS = (
     "cluster/environment cluster/membership",
     "cluster/membership/leases",
     "cluster/launchers cluster/stores",
-    "cluster/json_record",
+    "cluster/jitter cluster/json_record",
     "comm",
     "atomic_write config models recorder",
     "errors version",
