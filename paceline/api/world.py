@@ -618,7 +618,6 @@ class World:
         if self.world_size > 1:
             first_step_checks = FirstStepChecks(
                 self._run,
-                self._position.position,
                 list(dict.fromkeys(pair.model for pair in pairs)),
                 self._report,
                 gpu=session.device.type == "cuda",

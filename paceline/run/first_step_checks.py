@@ -21,7 +21,6 @@ from paceline.errors import Message, many
 from paceline.replica.input_checksum import InputChecksum
 from paceline.replica.loss_denominator import LossDenominator, LossTotal
 from paceline.replica.state.checksums import name_ranks
-from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 
@@ -38,7 +37,6 @@ class FirstStepChecks:
 
     Args:
         run: the run, of several ranks.
-        position: its position.
         models: the models, each once.
         report: called on rank 0 with a sentence on each mistake.
         gpu: whether a GPU computes.
@@ -51,7 +49,6 @@ class FirstStepChecks:
     def __init__(
         self,
         run: Run,
-        position: Position,
         models: Sequence[nn.Module],
         report: Callable[[Message], None],
         *,
@@ -60,7 +57,6 @@ class FirstStepChecks:
     ) -> None:
         self.divided = False
         self._run = run
-        self._position = position
         self._report = report
         self._lag = _GPU_LAG if gpu else 0
         self._watched = ExitStack()
@@ -75,14 +71,14 @@ class FirstStepChecks:
 
     def begin_generation(self) -> None:
         """Look at the steps of a generation, if nothing has been found yet."""
-        self._first = self._position.number
+        self._rows = 0  # as many on all ranks, even if their steps differ by mistake
         self._batches: deque[tuple[int, BatchSlice | None]] = deque()  # by step
         self._seen: list[list[tuple[int, ...]]] = [[] for _ in self._inputs]  # checksums, by rank
         self._values = [0] * len(self._inputs)
 
     def begin(self, number: int) -> None:
         """Begin a step."""
-        if self._open and number < self._first + STEPS:
+        if self._open and self._rows < STEPS:
             self._denominator.begin(number)
             if not self.divided:
                 for inputs in self._inputs:
@@ -91,9 +87,10 @@ class FirstStepChecks:
     def row(self, batch: BatchSlice) -> list[float]:
         """Return what this rank adds to a step's summary: 0 for other ranks, and where unknown."""
         size = self._run.context.group.size
-        if size == 1 or batch.number >= self._first + STEPS:
+        if size == 1 or self._rows == STEPS:
             self.close()
             return []
+        self._rows += 1
         # A script that gives samples= and has several losses a step may have weighted them itself.
         trusted = batch.basis == "weight" or (batch.basis and self._denominator.backwards > 1)
         known = self._compares_denominators and not trusted and batch.weight > 0

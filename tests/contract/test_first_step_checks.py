@@ -16,7 +16,6 @@ from paceline.data.order import Order
 from paceline.errors import Message
 from paceline.replica.input_checksum import InputChecksum
 from paceline.run.first_step_checks import STEPS, FirstStepChecks
-from paceline.run.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of
 
@@ -36,9 +35,9 @@ def train(
 ) -> list[str]:
     """Make steps, as `Steps` does; return what is reported."""
     said: list[Message] = []
-    run, position = run_of(communicator), Position()
+    run = run_of(communicator)
     module = model() if model else nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-    first = FirstStepChecks(run, position, [module], said.append, gpu=False, averaged=False)
+    first = FirstStepChecks(run, [module], said.append, gpu=False, averaged=False)
     first.divided = divided
     summaries = run.context.summaries
     for number in range(steps):
@@ -104,13 +103,12 @@ def test_batches_that_a_loader_divides_are_not_compared() -> None:
 
 def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> None:
     def on_rank(communicator: Communicator) -> list[int]:
-        run, position = run_of(communicator), Position()
+        run = run_of(communicator)
         model = nn.Linear(4, 3)
-        first = FirstStepChecks(run, position, [model], print, gpu=False, averaged=False)
+        first = FirstStepChecks(run, [model], print, gpu=False, averaged=False)
         away = communicator.rank == 1
         lengths = []
         for numbers in (range(4 if away else STEPS + 2), range(STEPS + 2, 2 * STEPS + 4)):
-            position.number = numbers.start
             first.begin_generation()
             for number in numbers:
                 place = ORDER.place(0, number, communicator.rank, communicator.world_size)
@@ -123,6 +121,22 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
     one, other = run_ranks(2, on_rank)
     assert one == other
     assert one == [6] * STEPS + [0, 0]
+
+
+def test_rows_are_of_one_length_where_a_rank_has_left_out_a_step() -> None:
+    def on_rank(communicator: Communicator) -> list[int]:
+        first = FirstStepChecks(run_of(communicator), [], print, gpu=False, averaged=False)
+        lengths = []
+        for number in range(STEPS + 2):
+            later = number + (communicator.rank == 1 and number >= STEPS - 1)
+            first.begin(later)
+            place = ORDER.place(0, later, communicator.rank, communicator.world_size)
+            lengths.append(len(first.row(place)))
+        first.close()
+        return lengths
+
+    one, other = run_ranks(2, on_rank)
+    assert one == other
 
 
 class Named(nn.Module):
