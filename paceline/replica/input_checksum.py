@@ -89,13 +89,13 @@ class InputChecksum:
         if _capturing():
             self._step = None
             return
-        tensors = [one for one in tree_leaves((args, kwargs)) if _readable(one)]
+        tensors = [one for one in tree_leaves((args, kwargs)) if is_readable(one)]
         if module is not self._model:  # a layer may be given what follows from parameters
             tensors = [one for one in tensors if not one.requires_grad]
         if tensors:
             self._step = None
             values = sum(one.numel() for one in tensors)
-            self._found[step] = HostCopy(_checksum(tensors)), values
+            self._found[step] = HostCopy(values_checksum(tensors)), values
 
 
 def _capturing() -> bool:
@@ -103,7 +103,7 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _readable(value: object) -> bool:
+def is_readable(value: object) -> bool:
     """Return whether a value is a plain tensor with values, on a device that can be asked later."""
     return (
         type(value) is Tensor
@@ -116,7 +116,7 @@ def _readable(value: object) -> bool:
 
 
 @torch.no_grad()
-def _checksum(tensors: list[Tensor]) -> Tensor:
+def values_checksum(tensors: list[Tensor]) -> Tensor:
     """Return the checksum of tensors, (1,) int64 on the device of the first one."""
     total = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
     for number, tensor in enumerate(tensors):

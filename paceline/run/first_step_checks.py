@@ -1,6 +1,7 @@
 """Checks of a script's first steps, for mistakes that change the result without an error.
 
-    the model's inputs     ranks that are given the same batches: their loader isn't divided
+    the model's inputs     ranks that are given the same batches: their loader isn't divided;
+    and targets            where images are augmented at random, by the first inputs and all targets
     the loss's graph       a mean over values of which the ranks have unequal numbers a sample, such
                            as labels that aren't ignored; or a sum over a rank's samples
 
@@ -17,16 +18,18 @@ from contextlib import ExitStack
 from torch import nn
 
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import Message, many
+from paceline.errors import Message
 from paceline.replica.input_checksum import InputChecksum
 from paceline.replica.loss_denominator import LossDenominator, LossTotal
 from paceline.replica.state.checksums import name_ranks
+from paceline.replica.target_checksum import TargetChecksum
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 
 STEPS = 12  # of a generation, that are checked
 _ALIKE = 3  # steps in which inputs must be the same
 _VALUES = 24  # that they must have together: a few labels may be equal by chance
+_BITS = 30  # that targets must have together, likewise
 _GPU_LAG = 2  # steps until what a GPU has computed is sure to be here
 _SUM = -1.0  # what a rank adds where its loss is a sum
 _TOLERANCE = 0.01  # of what losses are means over: a script may pass rounded numbers
@@ -61,9 +64,11 @@ class FirstStepChecks:
         self._lag = _GPU_LAG if gpu else 0
         self._watched = ExitStack()
         self._inputs = [InputChecksum(model) for model in models]
+        self._targets = TargetChecksum()
         self._denominator = LossDenominator()
         self._open = True  # something is still to be found
         self._compares_denominators = not averaged
+        self._watched.callback(self._targets.close)
         self._watched.callback(self._denominator.close)
         for inputs in self._inputs:
             self._watched.callback(inputs.close)
@@ -75,12 +80,15 @@ class FirstStepChecks:
         self._batches: deque[tuple[int, BatchSlice | None]] = deque()  # by step
         self._seen: list[list[tuple[int, ...]]] = [[] for _ in self._inputs]  # checksums, by rank
         self._values = [0] * len(self._inputs)
+        self._seen_targets: list[tuple[int, ...]] = []
+        self._target_bits = 0.0
 
     def begin(self, number: int) -> None:
         """Begin a step."""
         if self._open and self._rows < STEPS:
             self._denominator.begin(number)
             if not self.divided:
+                self._targets.begin(number)
                 for inputs in self._inputs:
                     inputs.begin(number)
 
@@ -96,7 +104,7 @@ class FirstStepChecks:
         known = self._compares_denominators and not trusted and batch.weight > 0
         self._batches.append((batch.number, batch if known else None))
         self._denominator.end()
-        row = [0.0] * size * (2 + len(self._inputs))
+        row = [0.0] * size * (3 + len(self._inputs))
         if len(self._batches) <= self._lag:
             return row
         number, known_batch = self._batches.popleft()
@@ -104,6 +112,9 @@ class FirstStepChecks:
         if total is not None and known_batch is not None:
             row[batch.rank] = _code(total, known_batch)
             row[size + batch.rank] = known_batch.weight
+        target, bits = self._targets.take(number)
+        row[-size + batch.rank] = float(target)
+        self._target_bits += bits
         for index, inputs in enumerate(self._inputs):
             checksum, values = inputs.take(number)
             row[size * (2 + index) + batch.rank] = float(checksum)
@@ -122,6 +133,10 @@ class FirstStepChecks:
             if all(checksums):
                 self._seen[index].append(tuple(map(int, checksums)))
                 self._compare_inputs(index)
+        targets = summary.seen[-size:]
+        if targets and all(targets):
+            self._seen_targets.append(tuple(map(int, targets)))
+            self._compare_targets()
 
     def close(self) -> None:
         """Look no further."""
@@ -167,26 +182,45 @@ class FirstStepChecks:
 
     def _compare_inputs(self, index: int) -> None:
         seen = self._seen[index]
-        by_inputs: dict[tuple[int, ...], list[int]] = {}
+        if len(seen) >= _ALIKE and self._values[index] >= _VALUES:
+            self._report_alike(seen, f"their models got the same inputs in {len(seen)} steps")
+
+    def _compare_targets(self) -> None:
+        """Report ranks whose first inputs were the same, and whose targets are: all are augmented.
+
+        Equal targets alone may be those of other samples: of data in a periodic order, say.
+        """
+        first = [seen[0] for seen in self._seen if seen]
+        count = len(self._seen_targets)
+        if first and count >= _ALIKE and self._target_bits >= _BITS:
+            same = f"their models got the same first inputs, and the same targets in {count} steps"
+            self._report_alike([*first, *self._seen_targets], same, len(first))
+
+    def _report_alike(self, seen: Sequence[tuple[int, ...]], same: str, fixed: int = 0) -> None:
+        """Report ranks whose checksums are equal, and differ from step to step.
+
+        Args:
+            seen: by step and rank.
+            same: what is the same, a clause.
+            fixed: the number of rows, at the beginning, that aren't of different steps.
+        """
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
         for rank, checksums in enumerate(zip(*seen, strict=True)):
-            by_inputs.setdefault(checksums, []).append(rank)
-        if len(seen) < _ALIKE or self._values[index] < _VALUES or self.divided:
-            return
-        for checksums, ranks in by_inputs.items():
-            if len(ranks) > 1 and len(set(checksums)) > 1:
-                self.divided = True  # or is known not to be
-                named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
-                self._report_on_leader(
-                    Message(
-                        f"{named} train the same samples: their models got the same inputs in "
-                        f"{many(len(seen), 'step')}. Pass the data set to paceline.loader(), which "
-                        "divides the batches and takes sampler= and weights=, or give your own "
-                        "DataLoader a DistributedSampler(dataset, world.world_size, world.rank). "
-                        "An IterableDataset must divide its samples itself, by world.rank and "
-                        "world.world_size."
-                    )
+            ranks_of.setdefault(checksums, []).append(rank)
+        for checksums, ranks in ranks_of.items():
+            if self.divided or len(ranks) == 1 or len(set(checksums[fixed:])) == 1:
+                continue
+            self.divided = True  # or is known not to be
+            named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
+            self._report_on_leader(
+                Message(
+                    f"{named} train the same samples: {same}. Pass the data set to "
+                    "paceline.loader(), which divides the batches and takes sampler= and weights=, "
+                    "or give your own DataLoader a DistributedSampler(dataset, world.world_size, "
+                    "world.rank). An IterableDataset must divide its samples itself, by world.rank "
+                    "and world.world_size."
                 )
-                return
+            )
 
     def _report_on_leader(self, note: Message) -> None:
         if self._run.context.group.rank == 0:

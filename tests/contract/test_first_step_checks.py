@@ -97,6 +97,48 @@ def test_other_batches_and_constants_are_not_reported(batch: Batch) -> None:
     assert reports(batch) == []
 
 
+def augmented(step: int, noise: int, *, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """16 samples, the same in each step but for a transform that draws at random."""
+    random = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 4, generator=random)
+    y = torch.randint(0, classes, (16,), generator=random)
+    return x + 0.1 * torch.randn(16, 4, generator=torch.Generator().manual_seed(noise)), y
+
+
+def wide() -> nn.Module:
+    return nn.Linear(4, 10)
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_the_same_samples_that_are_augmented_at_random_are_reported(regression: bool) -> None:
+    """All ranks seed torch alike, which lasts for the first batch; a step seeds each rank anew."""
+
+    def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        x, y = augmented(step, 99 + rank * step)
+        return x, torch.eye(10)[y] if regression else y
+
+    loss = F.mse_loss if regression else F.cross_entropy
+    (said,) = reports(batch, model=wide, loss=loss)
+    assert said.startswith(
+        "all ranks train the same samples: their models got the same first inputs"
+    )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda rank, step: augmented(step, 99 + rank),  # of a periodic order, say
+        lambda rank, step: augmented(step, 99 + rank * step, classes=1),
+        lambda rank, step: (augmented(step, 99 + rank * step)[0], augmented(0, 0)[1]),
+        lambda rank, step: (augmented(step, 99 + rank * step)[0], augmented(step + rank, 0)[1]),
+        lambda rank, step: tuple(one[:3] for one in augmented(step, 99 + rank * step, classes=2)),
+    ],
+    ids=["other inputs", "one class", "one batch", "other targets", "few"],
+)
+def test_targets_that_may_be_equal_are_not_reported(batch: Batch) -> None:
+    assert reports(batch, model=wide) == []
+
+
 def test_batches_that_a_loader_divides_are_not_compared() -> None:
     assert reports(lambda rank, step: seeded(step), divided=True) == []
 
@@ -120,7 +162,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
 
     one, other = run_ranks(2, on_rank)
     assert one == other
-    assert one == [6] * STEPS + [0, 0]
+    assert one == [8] * STEPS + [0, 0]
 
 
 def test_rows_are_of_one_length_where_a_rank_has_left_out_a_step() -> None:
