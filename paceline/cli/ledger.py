@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.active_run.find_run import known_runs
 from paceline.cli.flags import parse
 from paceline.cli.ledger_table import print_proof
 from paceline.config.ledger import LedgerConfig
@@ -64,6 +65,6 @@ def _folder(run: str, output_dir: Path) -> Path:
             "{--output_dir} {}{}; check the path.",
             run,
             output_dir,
-            f", which has {', '.join(known[-5:])}" if known else "",
+            known_runs(known),
         )
     )

@@ -117,6 +117,10 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             if link is not None:
                 link.leave()
             raise
+        except Exception as error:
+            if link is not None:
+                link.fail(error)
+            raise
         run.context.activities.close()
         if link is not None:
             link.leave()

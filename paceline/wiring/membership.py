@@ -34,6 +34,7 @@ from paceline.cluster.membership.voting.successor import indispensable_machine
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.peer_activities import PeerActivities
@@ -306,6 +307,17 @@ class MemberLink:
 
         signals.when_received(report)
         self._membership.when_end_is_asked(signals.stop)
+
+    def fail(self, error: BaseException) -> None:
+        """Let an error of this process that the others don't survive end the run on all machines.
+
+        Without that, they would take the end of its connections for a loss, and continue for as
+        long as this process needs to end.
+        """
+        failure = FailureReport.of(error)
+        if not failure.consequence:
+            name = self._generation.name_of(self._membership.id)
+            self._membership.end_run(f"{name}: {failure.text}", failure.status)
 
     def _report_risk(self) -> None:
         """Report which machine's loss would stop the run, where it has several."""

@@ -440,3 +440,21 @@ def test_a_request_to_end_the_run_reaches_all_once_and_ends_the_votes(
     members.kill(1)  # it ends sooner than the others: no loss
     assert not members.interrupted[0].wait(2 * CLOSED_GRACE_S)
     assert not members.interrupted[2].is_set()
+
+
+def test_an_error_that_ends_the_run_is_no_loss_and_one_that_follows_from_a_loss_may_be(
+    make: Callable[..., Members],
+) -> None:
+    members = make((1, 1, 1))
+    asked = [threading.Event() for _ in members.all]
+    for one, event in zip(members.all, asked, strict=True):
+        one.when_end_is_asked(lambda supervised, event=event: event.set())
+    link = MemberLink(members.all[1], members.generation, None)
+    link.fail(CommTimeout("rank 1 waited 3 s for a peer"))
+    assert not any(event.is_set() for event in asked)
+    link.fail(CheckpointError("the disk is full"))
+    assert asked[0].wait(LIMIT)
+    assert asked[2].wait(LIMIT)
+    members.kill(1)  # long after its connections have ended
+    assert not members.interrupted[0].wait(2 * CLOSED_GRACE_S)
+    assert not members.interrupted[2].is_set()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cluster.supervision.requests.member_record import FOLDER
 from paceline.errors import ConfigError, Message
 from paceline.observe.event_file import find_event_files
 from paceline.state.run_folder import CONFIG_NAME
+
+_NAMED = 5  # runs, of those of a folder
 
 
 def find_run(run: str, output_dir: Path) -> Path:
@@ -26,9 +29,16 @@ def find_run(run: str, output_dir: Path) -> Path:
             "path.",
             run,
             output_dir,
-            f", which has {', '.join(known[-5:])}" if known else "",
+            known_runs(known),
         )
     )
+
+
+def known_runs(names: Sequence[str]) -> str:
+    """Return a clause that names the runs of a folder, of many the last ones; "" without any."""
+    if len(names) > _NAMED:
+        return f", which has {len(names):,} runs, such as {', '.join(names[-_NAMED:])}"
+    return f", which has {', '.join(names)}" if names else ""
 
 
 def _is_run(folder: Path) -> bool:
