@@ -104,8 +104,9 @@ def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
             num_labels=data.num_labels,
             seed=seed,
         )
-    if not _may_be_there(Path(path)):
-        raise ConfigError(f"--{flag} {path}: there is no such database; check the path.")
+    if not path or not _may_be_there(Path(path)):  # a shell's variable may be empty
+        shown = path or "''"
+        raise ConfigError(f"--{flag} {shown}: there is no such database; check the path.")
     cache = Path(data.cache_dir) if data.cache_dir else None
     source = open_database(Path(path), data.db_type, cache_dir=cache)
     beyond = labels_beyond(source, data.num_labels)

@@ -35,6 +35,10 @@ AT_ONCE = {
         command=WORDS + "missing",
         message="--train_data missing: there is no such database; check the path.",
     ),
+    "no path": Bad(
+        command=WORDS.rstrip() + "=",
+        message="--train_data '': there is no such database; check the path.",
+    ),
     "missing test": Bad(
         command=WORDS + "whole --test_data missing",
         message="--test_data missing: there is no such database; check the path.",
