@@ -32,9 +32,9 @@ from paceline.cluster.membership.membership import Membership
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import indispensable_machine
 from paceline.cluster.membership.witness import Witness
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.waiting import await_keys
-from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.peer_activities import PeerActivities
