@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
-from paceline.reduce.exchange import Timeout
+from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 

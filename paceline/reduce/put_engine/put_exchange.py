@@ -109,7 +109,7 @@ class PutExchange:
         try:
             self._put_contributions(bucket, gradients)
         except PeerLost as error:  # perhaps only because it lost another before
-            self._raise_first_loss(error, "a put")
+            self._raise_first_loss(error.during(operation), operation)
         return self._reducer.count_sent(bucket)
 
     def send_empty(self, index: int) -> int:
