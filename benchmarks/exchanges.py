@@ -25,8 +25,8 @@ from table import method_of, size_of
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from paceline.config.world import SyncConfig
 from paceline.comm.peer_activities import Timeout
+from paceline.config.world import SyncConfig
 from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 

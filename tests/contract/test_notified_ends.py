@@ -203,7 +203,7 @@ def test_a_put_to_a_peer_that_only_followed_the_lost_one_names_the_lost_one() ->
     group.window(LOST).close()
     reducer.join(30)  # it has noticed that
     group.window(1).close()  # as a rank does that has lost another
-    with pytest.raises(PeerLost, match=f"rank 0 lost rank {LOST} in a put: "):
+    with pytest.raises(PeerLost, match=f"rank 0 lost rank {LOST} in bucket 0 in step 0: "):
         exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
     exchange.close()
 
