@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.cluster.membership.generation import Generation, Group
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.wiring import connect
 
 

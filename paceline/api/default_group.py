@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline.api.session import Session
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import ConfigError
-from paceline.run.run import Run
+from paceline.generation.run import Run
 
 
 def require_none() -> None:

@@ -36,10 +36,10 @@ from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
 from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
-from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
 from paceline.recorder import MemberRecorder
 from paceline.state.run_folder import RunFolder
+from paceline.timeline.step_account import StepAccount
 from paceline.wiring import (
     Start,
     build_leader_recorder,

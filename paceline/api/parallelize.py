@@ -23,10 +23,10 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
+from paceline.generation.context import GenerationContext
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
-from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import (
     BatchShare,
     batch_norms,

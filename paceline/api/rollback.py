@@ -32,8 +32,8 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_bytes, gather_texts
 from paceline.errors import CommError
+from paceline.generation.run import Run
 from paceline.replica.group import AnyReplica
-from paceline.run.run import Run
 from paceline.run.steps import Steps
 
 _MEETING = "the comparison of the ranks' places in the script, after a loss"

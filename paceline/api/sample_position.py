@@ -26,8 +26,8 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.drawn_order import DrawnOrder
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
+from paceline.generation.run import Run
 from paceline.run.position import Position
-from paceline.run.run import Run
 
 
 class SamplePosition:

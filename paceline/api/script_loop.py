@@ -29,12 +29,12 @@ from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError, many
+from paceline.generation.run import Run
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.last_comparison import evaluated_apart
-from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
 

@@ -21,7 +21,7 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
 

@@ -41,6 +41,7 @@ from paceline.cluster.supervision.worker import declare_survivable, reporting_lo
 from paceline.comm.communicator import require_same_call, total
 from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
+from paceline.generation.run import Run
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.grouped_replica import GroupedReplica
@@ -53,7 +54,6 @@ from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import NextGeneration
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds

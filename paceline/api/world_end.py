@@ -21,7 +21,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.errors import CommError, ConfigError, PacelineError
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from paceline.run.steps import Stop
 
 _TERMINATED = 143  # the status where another process received the signal

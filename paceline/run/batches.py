@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
 from paceline.data.loader import Batch, DatabaseLoader
+from paceline.generation.run import Run
 from paceline.run.decode_trial import DecodeTrial
-from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.worker_speeds import WorkerSpeeds
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.cluster.membership.lineage import as_values
+from paceline.generation.run import Run
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.group import AnyReplica
 from paceline.replica.state.checkpoint import (
@@ -24,7 +25,6 @@ from paceline.replica.state.checkpoint import (
 from paceline.replica.state.copier import ENTRIES, POSITION, StateCopier, StateObjects, parts_of
 from paceline.replica.state.entry_names import entry_names
 from paceline.run.position import Position
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from paceline.comm.communicator import broadcast_state
+from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary
 from paceline.replica.group import AnyReplica
 from paceline.run.checkpoint_builder import CheckpointBuilder
 from paceline.run.position import Position
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.step_summary import StepSummary
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 
 _COST = 0.005  # of the time, for gathering

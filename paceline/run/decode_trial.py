@@ -20,8 +20,8 @@ from paceline.comm.communicator import total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.errors import many
+from paceline.generation.run import Run
 from paceline.run.position import Position
-from paceline.run.run import Run
 
 _MEASURED = {"cuda": range(8, 16), "cpu": range(20, 32)}  # steps of a generation
 _SWITCH = 14  # batches are begun two steps ahead

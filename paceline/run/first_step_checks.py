@@ -19,12 +19,12 @@ from torch import nn
 
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import Message
+from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary
 from paceline.replica.input_checksum import InputChecksum
 from paceline.replica.loss_denominator import LossDenominator, LossTotal
 from paceline.replica.state.checksums import name_ranks
 from paceline.replica.target_checksum import TargetChecksum
-from paceline.run.run import Run
-from paceline.run.step_summary import StepSummary
 
 STEPS = 12  # of a generation, that are checked
 _ALIKE = 3  # steps in which inputs must be the same

@@ -21,6 +21,8 @@ import torch
 
 from paceline.comm.communicator import gather_bytes, gather_counts, total
 from paceline.errors import ConfigError, ReplicasDiffer, many
+from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary, all_equal
 from paceline.replica.state.checksums import (
     ChecksumParts,
     Checksums,
@@ -30,8 +32,6 @@ from paceline.replica.state.checksums import (
     difference,
     name_ranks,
 )
-from paceline.run.run import Run
-from paceline.run.step_summary import StepSummary, all_equal
 
 _COST = 0.0007  # of the time; what is promised is 0.1%, with the checks of what is saved
 _COUNTED = 5  # checks whose times are retained

@@ -20,6 +20,8 @@ from time import perf_counter
 from typing import Any
 
 from paceline.errors import Message, ReplicasDiffer
+from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -29,8 +31,6 @@ from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.backup.snapshot_commits import SnapshotCommits
 from paceline.run.replica_check import ReplicaCheck
-from paceline.run.run import Run
-from paceline.run.step_summary import StepSummary
 from paceline.state.snapshot_interval import SnapshotInterval
 from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots, memory_note
 

@@ -30,6 +30,8 @@ from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
+from paceline.generation.run import Run
+from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import ChecksumParts, Checksums
@@ -38,9 +40,7 @@ from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import NextGeneration, Recovery
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
 

@@ -20,10 +20,10 @@ from time import perf_counter
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.shares import divide
 from paceline.errors import Message
+from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary
 from paceline.run.position import Position
-from paceline.run.run import Run
 from paceline.run.share_rule import ShareRule, shares_for
-from paceline.run.step_summary import StepSummary
 
 LEAD = 3  # steps from a measured one to the first that may have other shares
 UNTIMED = 3  # steps at the start of a generation, which are slower than others

@@ -19,11 +19,11 @@ from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
+from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.trained_parameters import table_parameters
-from paceline.run.run import Run
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.wiring.average_server import MetServer, meet_server

@@ -28,9 +28,9 @@ from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.communicator import gather_bytes
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError, ConfigError, Message, ServerLost
+from paceline.generation.context import GenerationContext, ServerLink
+from paceline.generation.run import Run
 from paceline.reduce.put_engine.layout import Layout
-from paceline.run.generation_context import GenerationContext, ServerLink
-from paceline.run.run import Run
 from paceline.update.outer.average import Average
 from paceline.version import VERSION
 

@@ -17,10 +17,10 @@ from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.replica.state.checksums import name_ranks
 from paceline.replica.trained_parameters import row_sparse_parameters
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
 from paceline.wiring.membership import MemberLink
 
 

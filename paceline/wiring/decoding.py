@@ -24,7 +24,7 @@ from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import ConfigError, Message, many
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from paceline.wiring.sources import cores_per_worker, order_of
 
 

@@ -19,6 +19,8 @@ from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
+from paceline.generation.context import GenerationContext, Links
+from paceline.generation.run import Run
 from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
@@ -31,8 +33,6 @@ from paceline.replica.state.earlier_buffers import computed_buffers
 from paceline.replica.trained_parameters import Scope, TrainedParameters, table_parameters
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
-from paceline.run.generation_context import GenerationContext, Links
-from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater

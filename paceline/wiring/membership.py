@@ -39,11 +39,11 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import CheckpointError, CommError, Message, many
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.run.generation_context import GenerationContext
 from paceline.run.recovery.recovery import Successor
-from paceline.run.run import Run
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id

@@ -11,18 +11,18 @@ from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
+from paceline.generation.run import Run
 from paceline.observe.console import Console, MachineConsole
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
 from paceline.observe.line_file import MemberCheck
-from paceline.observe.step_account import StepAccount
-from paceline.observe.trace.step_trace import Trace
 from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import open_trackers, require_installed
 from paceline.recorder import MemberRecorder, Recorder
 from paceline.run.learning_rate import base_rate
-from paceline.run.run import Run
+from paceline.timeline.step_account import StepAccount
+from paceline.timeline.step_trace import Trace
 from paceline.wiring.resume import Start
 
 

@@ -24,12 +24,12 @@ from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
+from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
 from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
-from paceline.run.run import Run
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 from paceline.state.run_folder import record_generation, record_lineage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from paceline.update.batch_norm import BatchShare
 
 

@@ -17,6 +17,8 @@ from paceline.config.average import require_merge
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.averaged_replica import AveragedReplica
@@ -28,12 +30,10 @@ from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.decode_trial import DecodeTrial
-from paceline.run.generation_context import GenerationContext
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
 from paceline.run.recovery.recovery import NextGeneration
-from paceline.run.run import Run
 from paceline.run.small_slices import SmallSlices
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
 from paceline.state.snapshots import SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
 from paceline.wiring.connections import connect

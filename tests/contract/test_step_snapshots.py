@@ -14,11 +14,11 @@ from torch import nn
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import CommError, Message
+from paceline.generation.run import Run
 from paceline.replica.state.copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.position import Position
 from paceline.run.recovery.recovery import Successor
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.state.snapshot_interval import SnapshotInterval

@@ -13,7 +13,7 @@ from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import context_on_gloo

@@ -19,9 +19,9 @@ from torch.distributed import FileStore
 from paceline.comm.communicator import Communicator, gather_counts
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.replica.replica import Replica
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate

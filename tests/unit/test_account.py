@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.observe.event_file import EventFile, read_events
-from paceline.observe.step_account import StepAccount
 from paceline.recorder import NullRecorder
+from paceline.timeline.step_account import StepAccount
 
 PLACE = {
     "generation": 0,

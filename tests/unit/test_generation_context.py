@@ -13,8 +13,8 @@ from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import world_of
 

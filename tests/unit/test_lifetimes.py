@@ -29,8 +29,8 @@ PER_GENERATION = (
     "algorithms/",
     "comm/",
     "reduce/",
-    "run/generation_context.py",
-    "run/step_summary.py",
+    "generation/context.py",
+    "generation/summaries.py",
     "cluster/membership/voting/",  # messages and states of one vote
 )
 
@@ -90,7 +90,7 @@ ALLOWED = {
     "observe/ledger/reading.py _Start.generation": _READ,
     "observe/ledger/reading.py _Start.rank": _READ,
     "observe/ledger/reading.py _Start.world_size": _READ,
-    "observe/trace/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
+    "timeline/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
     "run/decode_trial.py DecodeTrial._begun_in": "the token by which it finds a new generation",
     "run/recovery/recovery.py Successor.group": "decided of the next generation, and then entered",
     "wiring/resume.py Start.generation": "the number that a start's first generation is given",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
+from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune import prediction
@@ -26,7 +27,6 @@ from paceline.run.autotune.step_schedule import (
     seconds_by_urgency,
     seconds_in_order,
 )
-from paceline.run.run import Run
 from paceline.wiring import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of, world_of

@@ -15,9 +15,9 @@ from paceline.comm.shared_gpus import sharing_ranks
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
+from paceline.generation import context as context_module
+from paceline.generation.context import GenerationContext
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.run import generation_context
-from paceline.run.generation_context import GenerationContext
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import connect_exchange, connect_replica, has_collectives
 from tests.harness.processes.worlds import world_of
@@ -59,7 +59,7 @@ def context_on_gpus(sharing: tuple[int, ...], opened: list[str], size: int = 2) 
         return SingleRankCommunicator()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation_context, "find_sharing_ranks", lambda *_: sharing)
+        patch.setattr(context_module, "find_sharing_ranks", lambda *_: sharing)
         return GenerationContext(
             world_of((size,)), by_gloo, device=GPU, limits=(5.0, 5.0), connect_gpus=by_nccl
         )

@@ -13,7 +13,7 @@ from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout, PeerLost
-from paceline.run.step_summary import StepSummaries, StepSummary
+from paceline.generation.summaries import StepSummaries, StepSummary
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.twins.communicator import ThreadGroup
 

@@ -22,7 +22,7 @@ import paceline
 from paceline import wiring
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, WaitLimit
-from paceline.run import step_summary
+from paceline.generation import summaries
 from tests.harness.processes.worlds import run_of
 from tests.unit.test_wiring import config_of
 
@@ -97,7 +97,7 @@ class CountedCopy:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     waits = Waits()
-    monkeypatch.setattr(step_summary, "HostCopy", waits.copy)
+    monkeypatch.setattr(summaries, "HostCopy", waits.copy)
     return waits
 
 

@@ -15,11 +15,11 @@ from torch import nn
 import paceline
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import PutEvent
-from paceline.observe.trace import step_trace as module
-from paceline.observe.trace.clock_offsets import Round, offsets, rounds
-from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.pass_spans import watch_passes
+from paceline.timeline import step_trace as module
+from paceline.timeline.clock_offsets import Round, offsets, rounds
+from paceline.timeline.step_trace import Trace
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.library.small_training import BATCH, network, plain_step, samples, sgd
 from tests.harness.processes.run_folders import events

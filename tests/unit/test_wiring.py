@@ -16,8 +16,8 @@ from paceline.cli.flags import parse
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
+from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
-from paceline.run.run import Run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.wiring.connections import adds_up_on_gpus

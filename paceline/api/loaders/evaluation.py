@@ -24,7 +24,7 @@ from paceline.comm.communicator import gather_bytes, require_same_call, total
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Indices, Order
 from paceline.errors import CommError
-from paceline.run.run import Run
+from paceline.generation.run import Run
 
 _CALL = "world.evaluation()"
 _WHAT = f"{_CALL}, which all ranks must iterate to its end"

@@ -27,10 +27,10 @@ from torch import Tensor
 from paceline.comm.communicator import broadcast_state, total
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
+from paceline.generation.run import Run
 from paceline.run.autotune.prediction import Predictor
 from paceline.run.autotune.shortlist import SHORTLIST, shortlist, unpredicted
 from paceline.run.autotune.trials import Outcome, Trials, steps_of_trials
-from paceline.run.run import Run
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
 
 UNTIMED, TIMED = 3, 5  # steps: the first are slower than others, or traced

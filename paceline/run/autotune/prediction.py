@@ -28,6 +28,7 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.link_speed import seconds_per_byte
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
+from paceline.generation.run import Run
 from paceline.reduce.buckets import mostly_tables, partition
 from paceline.reduce.put_engine.zero_suppression import MAX_NONZERO_SHARE
 from paceline.replica.compiled_modules import is_compiled, visible_modules
@@ -36,7 +37,6 @@ from paceline.replica.trained_parameters import TrainedParameters, table_paramet
 from paceline.run.autotune.inexact import inexact_note
 from paceline.run.autotune.pass_times import Clocks, PassTimes
 from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, seconds_in_order
-from paceline.run.run import Run
 
 # The processor's work, a core of an AMD EPYC a rank.
 _BUCKET_SECONDS = 7e-4  # by benchmarks/buckets.py --links 1gbit --wires int8

@@ -22,11 +22,11 @@ from torch import Tensor
 from paceline.cluster.membership.backup_holder import holder_of
 from paceline.cluster.membership.generation import Generation
 from paceline.comm.communicator import total
+from paceline.generation.run import Run
+from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.replica.state.copier import POSITION
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.run.run import Run
-from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.state.snapshots import SnapshotName, Snapshots
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import as_values
 from paceline.errors import CommError
+from paceline.generation.run import Run
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
@@ -26,7 +27,6 @@ from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState, EpochSize, Restored, sentence_of
-from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.snapshots import SnapshotName
 

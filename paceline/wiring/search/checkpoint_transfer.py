@@ -15,7 +15,7 @@ import torch
 
 from paceline.comm.communicator import gather_bytes
 from paceline.errors import CheckpointError
-from paceline.run.run import Run
+from paceline.generation.run import Run
 from paceline.state.checkpoint_files import load_state, read_checkpoint
 
 PIECE = 16 * 2**20  # bytes that are sent at once

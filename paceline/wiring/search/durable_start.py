@@ -16,11 +16,11 @@ from typing import Any
 from paceline.comm.communicator import broadcast_state, gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
+from paceline.generation.run import Run
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
-from paceline.run.run import Run
 from paceline.wiring.edits import GivenHyperparameters
 from paceline.wiring.resume import Start
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint

@@ -22,8 +22,8 @@ from paceline.comm.communicator import gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
 from paceline.errors import CheckpointError
+from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals, read_totals
-from paceline.run.run import Run
 from paceline.state.checkpoint_choice import CheckpointHeader, NumberedLineage, newest_valid
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.file_integrity import contents_id

@@ -21,10 +21,10 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
+from paceline.generation.context import GenerationContext
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.reduce.put_engine.shard_server import ShardServer
-from paceline.run.generation_context import GenerationContext
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.connections import connect

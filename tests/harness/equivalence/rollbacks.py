@@ -31,10 +31,10 @@ from paceline.comm.communicator import Communicator, total
 from paceline.comm.process_group import UNFINISHED
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
 from paceline.state.snapshots import SnapshotName, Snapshots
 from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate

@@ -9,9 +9,9 @@ import torch
 
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.comm.communicator import Communicator
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
-from paceline.run.generation_context import GenerationContext
-from paceline.run.run import Run
 from tests.harness.twins.communicator import ThreadGroup
 
 

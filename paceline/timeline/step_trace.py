@@ -20,10 +20,10 @@ from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.window import PutEvent
 from paceline.errors import Message
-from paceline.observe.trace.chrome_trace import chrome_trace
-from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
-from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
 from paceline.recorder import NullRecorder
+from paceline.timeline.chrome_trace import chrome_trace
+from paceline.timeline.clock_offsets import offsets, rounds, running_system
+from paceline.timeline.recorder_buffer import RecorderBuffer, Span, TracedPut
 
 MARKS = 2**16  # moments of puts that a window remembers
 _NOTHING = nullcontext()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
+from paceline.timeline.recorder_buffer import RecorderBuffer, Span, TracedPut
 
 _THREADS = {"MainThread": "main", "shard reducer": "owner", "network": "network"}
 _INSTANT = 0.001  # µs; a flow begins and ends at slices

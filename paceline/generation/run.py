@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.comm.communicator import Communicator
-from paceline.observe.trace.step_trace import Trace
+from paceline.generation.context import GenerationContext
 from paceline.recorder import NullRecorder, Recorder
-from paceline.run.generation_context import GenerationContext
+from paceline.timeline.step_trace import Trace
 
 
 @dataclass(kw_only=True)

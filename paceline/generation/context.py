@@ -32,9 +32,9 @@ from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
-from paceline.observe.trace.step_trace import MARKS, Trace
+from paceline.generation.summaries import StepSummaries
 from paceline.reduce.put_engine.layout import Topology
-from paceline.run.step_summary import StepSummaries
+from paceline.timeline.step_trace import MARKS, Trace
 
 
 @dataclass(frozen=True, kw_only=True)

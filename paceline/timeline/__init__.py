@@ -1,0 +1,1 @@
+"""Spans of all threads and ranks on one clock: the account of a step, and the trace."""
