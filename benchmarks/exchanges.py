@@ -29,6 +29,7 @@ from paceline.comm.peer_activities import Timeout
 from paceline.config.world import SyncConfig
 from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
+from paceline.wiring.exchange import topology_of
 
 ITEM = 4  # bytes of a value
 
@@ -110,7 +111,7 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     buckets = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
     specs = [BucketSpec(lengths=(len(part),), dtype=part.dtype) for (part,) in buckets]
     context = run_of(summands.setting, store).context
-    layout = lay_out(specs, context.topology)
+    layout = lay_out(specs, topology_of(context, alone=False))
     window = context.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(buckets)
     exchange = PutExchange(window, layout, buckets, names, Timeout(*context.limits))

@@ -122,4 +122,4 @@ class Trainer:
             add_scores(sums, loss, logits, batch.labels, batch.place.count)
             run.recorder.event("evaluate", step=step, steps=self.test.steps)
         what = "the sums of an evaluation"
-        return scores(total(run.context.communicator, sums, what).tolist())
+        return scores(total(run.context.group("data", "steps"), sums, what).tolist())

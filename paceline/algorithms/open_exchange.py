@@ -46,7 +46,7 @@ class PutOptions:
         recorder: receives the same spans and counts as the recorder of `DataParallel`.
         staged: whether parameters are in GPU memory, so that gradients are copied through CPU
             memory.
-        intra_machine: communicator of this group's ranks, or None. If it is given, its collectives
+        machine: communicator of this group's ranks, or None. If it is given, its collectives
             sum the gradients on the GPUs; only the group's first rank copies the sums to the CPU
             and exchanges them through its window.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
@@ -66,7 +66,7 @@ class PutOptions:
     error_decay: float = 1.0
     recorder: Recorder = field(default_factory=NullRecorder)
     staged: bool = False
-    intra_machine: Communicator | None = None
+    machine: Communicator | None = None
     rows: Communicator | None = None
     announce: Callable[[Layout], None] = lambda layout: None
     tables: frozenset[Tensor] = frozenset()
@@ -110,8 +110,9 @@ def open_exchange(
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
     """
-    topology, intra_machine = options.topology, options.intra_machine
-    put_topology = topology if intra_machine is None else topology.leaders
+    topology = options.topology
+    machine = options.machine
+    put_topology = topology if machine is None else topology.leaders
     layout = lay_out(specs, put_topology)
     options.announce(layout)
     window = options.open_window(layout.size, layout.notifications)
@@ -124,11 +125,9 @@ def open_exchange(
         return put_exchanges[0]
 
     exchange: Exchange
-    if intra_machine is not None:
+    if machine is not None:
         ranks = topology.groups[topology.group_of(window.rank)]
-        exchange = MachineSums(
-            ranks, intra_machine, make_put_exchange, templates, names, count, timeout
-        )
+        exchange = MachineSums(ranks, machine, make_put_exchange, templates, names, count, timeout)
         if not put_exchanges:
             window.close()  # it has no peers
     elif options.staged:
@@ -139,8 +138,8 @@ def open_exchange(
 
     def end_startup() -> None:
         timeout.end_startup()
-        if intra_machine is not None:
-            intra_machine.end_startup()
+        if machine is not None:
+            machine.end_startup()
         options.end_startup()
 
     put_exchange = put_exchanges[0] if put_exchanges else None

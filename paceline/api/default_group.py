@@ -32,7 +32,7 @@ def open_default_group(session: Session, run: Run) -> None:
     backend = "gloo"
     if session.device.type == "cuda" and not context.sharing:
         backend = "cpu:gloo,cuda:nccl"
-    group = context.group
+    group = context.world
     dist.init_process_group(
         backend,
         store=PrefixStore(f"{group.generation.key_prefix}/default", session.joined.store),

@@ -246,7 +246,7 @@ def _open_world(session: Session) -> World:
 
         def report() -> RunStatus:
             return RunStatus.of(
-                run.context.group.generation,
+                run.context.world.generation,
                 world.steps,
                 samples_per_second=speed.samples_per_second(),
                 losses=losses.losses,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.generation.context import GenerationContext
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
@@ -35,7 +33,6 @@ from paceline.update.batch_norm import (
 )
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
-from paceline.wiring.connections import connect_exchange, connect_replica
 from paceline.wiring.exchange import (
     GroupedOptions,
     check_shares,
@@ -154,9 +151,8 @@ def parallelize(
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
-            if run.context.layers is None:
-                run.connect(GenerationContext.connect_layers)
-            converted = convert_sync_batchnorm(whole, run.layers, share, every=sync_bn)
+            run.open("data", "layers")
+            converted = convert_sync_batchnorm(whole, run, share, every=sync_bn)
             assert converted is whole
             if not sync_bn and world.rank == 0:
                 print_message_for_scripts(synchronised_note(synchronised))
@@ -165,7 +161,7 @@ def parallelize(
         _bind(pairs, world)
         served = average is not None and average.through == "server"  # which is reached by TCP
         notes = [] if served else config.idle_on_one_machine
-        if len(context.group.generation.workers_per_machine) == 1 and world.rank == 0:
+        if len(context.world.generation.workers_per_machine) == 1 and world.rank == 0:
             for note in notes:
                 print_message_for_scripts(note)
     return model, optimizer
@@ -174,18 +170,15 @@ def parallelize(
 def _bind(pairs: Sequence[Pair], world: World) -> None:
     """Bind further pairs, and those of earlier calls with them; collective."""
     earlier, bound = world._pairs, world._bound
-    run, device = world._run, world.device
+    run = world._run
     everything = [*earlier, *pairs]
     replicas: list[Replica | AveragedReplica] = []
     if len(everything) == 1:
-        run.connect(partial(connect_exchange, device=device, sync=pairs[0].config.sync))
         replicas.append(_replicate(pairs[0], world))
     else:
         if world._loop.replica is not None:
             world._loop.replica.drain()
         bound.close()
-        for pair in everything[len(run.context.replica_links) :]:
-            run.connect(partial(connect_replica, device=device, sync=pair.config.sync))
         for index, pair in enumerate(everything):
             config = world._start.keep_bucket_size(pair.config, index)
             options = GroupedOptions(
@@ -358,6 +351,6 @@ def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
     own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
     what = "the broadcast of rank 0's optimizer state"
-    state = broadcast_state(world._run.context.communicator, own, what)
+    state = broadcast_state(world._run.context.group("data", "steps"), own, what)
     if state is not None and world.rank > 0:
         optimizer.load_state_dict(state)

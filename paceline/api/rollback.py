@@ -200,7 +200,7 @@ class Rollback:
         self._position.discard_waiting()
 
     def _gather_places(self, place: int) -> list[int]:
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("all", "steps")
         return list(map(int, gather_texts(communicator, str(int(place)), _MEETING)))
 
     def _share_outcome(self, places: Sequence[int]) -> None:
@@ -215,7 +215,7 @@ class Rollback:
             state = io.BytesIO()
             torch.save((own.place, own.value.cpu()), state)
             data = state.getvalue()
-        for each in gather_bytes(self._run.context.communicator, data, _MEETING):
+        for each in gather_bytes(self._run.context.group("all", "steps"), data, _MEETING):
             if each and not data:
                 place, value = torch.load(io.BytesIO(each), weights_only=True)
                 self.outcome = Outcome(place, value)

@@ -125,7 +125,7 @@ class SamplePosition:
         self.left_early = False
         self._errors.begin()
         if isinstance(self.order, DrawnOrder):
-            self.order.draws.draw(self.epoch, self._run.context.communicator)
+            self.order.draws.draw(self.epoch, self._run.context.group("data", "steps"))
 
     def end_iteration(self, *, complete: bool) -> None:
         """End it, after the last batch or before."""
@@ -423,10 +423,11 @@ class SamplePosition:
         what = "the ranks' samples= and weight= of world.step()"
         remedy = "Give samples= or weight= on all ranks in the same steps, or on none."
         context = self._run.context
+        communicator = context.group("data", "steps")
         rows = [own]
-        if context.communicator.world_size > 1:
+        if communicator.world_size > 1:
             with context.activities.call(f"world.step({given}=…)", remedy=remedy):
-                texts = gather_given(context.communicator, "world.step()", json.dumps(own), what)
+                texts = gather_given(communicator, "world.step()", json.dumps(own), what)
                 rows = [json.loads(text) for text in texts]
         counts = [row[0] for row in rows]
         weights = [row[1] for row in rows]

@@ -301,13 +301,13 @@ class ScriptLoop:
 
         What follows there are sums, which the transport doesn't tell from those of a step.
         """
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("all", "steps")
         if communicator.world_size > 1:
             require_same_call(communicator, place, "", f"{place}, which all ranks must reach")
 
     def _compare_evaluations(self) -> None:
         """Report that some ranks have evaluated alone, each its own part; collective."""
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("all", "steps")
         if self.rollback.entered or self._reported_apart or communicator.world_size == 1:
             return  # after a loss ranks may differ in what they had begun
         counts = gather_counts(communicator, self.evaluated, "the ranks' numbers of evaluations")
@@ -354,7 +354,7 @@ class ScriptLoop:
         place = self.rollback.next_evaluation()
         while self.rollback.reach(place):
             try:
-                communicator = self._run.context.communicator
+                communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
                 steps.take_snapshot()
                 return place + 1, True

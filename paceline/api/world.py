@@ -64,7 +64,6 @@ from paceline.wiring import Start
 from paceline.wiring.edits import GIVEN
 from paceline.wiring.pairs import Pair, refuse_missing
 from paceline.wiring.search.durable_start import DurableStart
-from paceline.wiring.speeds import make_waited
 
 
 class World:
@@ -103,22 +102,22 @@ class World:
     @property
     def rank(self) -> int:
         """This process's rank, 0 to world_size - 1."""
-        return self._run.context.group.rank
+        return self._run.context.world.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self._run.context.group.size
+        return self._run.context.world.size
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its machine, 0 to local_world_size - 1."""
-        return self._run.context.group.local_rank
+        return self._run.context.world.local_rank
 
     @property
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
-        return self._run.context.group.local_world_size
+        return self._run.context.world.local_world_size
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +127,7 @@ class World:
     @property
     def generation(self) -> int:
         """The number of this generation of the run's ranks, over all starts of the run, from 0."""
-        return self._run.context.group.generation.number
+        return self._run.context.world.generation.number
 
     @property
     def epoch(self) -> int:
@@ -249,7 +248,7 @@ class World:
 
         def merge() -> Tensor:
             if isinstance(replica, AveragedReplica):
-                communicator = self._run.context.communicator
+                communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
             replica.merge()
             return torch.empty(0)
@@ -289,7 +288,7 @@ class World:
         what = "world.total(), which all ranks must call"
 
         def add_up() -> Tensor:
-            communicator = self._run.context.communicator
+            communicator = self._run.context.group("data", "steps")
             require_same_call(communicator, "world.total()", form, what)
             return total(communicator, values, what)
 
@@ -423,7 +422,7 @@ class World:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
                     with context.activities.call(call):
-                        require_same_call(context.communicator, call, "", what)
+                        require_same_call(context.group("all", "steps"), call, "", what)
                 steps.save(together=False)
             except CommError as error:
                 return self._loop.lose_between_steps(error)
@@ -452,7 +451,7 @@ class World:
         try:
             self._loop.finish()
             session = self._session
-            present = self._run.context.group.generation
+            present = self._run.context.world.generation
             session.activities.close()
             if session.link is not None:
                 session.link.leave()
@@ -465,7 +464,8 @@ class World:
                     differ = self._compare_last(used=used)
                 self._note_unmerged()
             if self._loop.replica is not None:
-                self._run.context.communicator.close()  # a peer that still calls one learns of it
+                # A peer that still makes a call of all ranks learns of the end.
+                self._run.context.group("all", "steps").close()
                 self._loop.replica.drain()
             if differ is not None:
                 raise differ
@@ -610,7 +610,6 @@ class World:
         speeds = WorkerSpeeds(
             self._run,
             self._position.position,
-            make_waited(self._run, lambda: replicas, {pair.share for pair in pairs}),
             measured=self._position.measured,
             report=self._report,
         )

@@ -99,7 +99,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
 
         def report() -> RunStatus:
             return RunStatus.of(
-                run.context.group.generation,
+                run.context.world.generation,
                 trainer.steps.position.number,
                 total_steps=trainer.epochs * trainer.train.steps,
                 samples_per_second=speed.samples_per_second(),
@@ -135,7 +135,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             best_epoch=position.best_epoch,
             weights=[str(path) for path in files if path.is_file()],
         )
-        return run.context.group
+        return run.context.world
 
 
 def _join_membership(
@@ -160,7 +160,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     def rescue(error: BaseException | None = None) -> str:
         if error is not None and trainer.steps.position.number == first:
             return ""  # nothing new to save, or to resume
-        first_here = trainer.steps.run.context.group.local_rank == 0
+        first_here = trainer.steps.run.context.world.local_rank == 0
         return save_after(error, folder, trainer.steps.rescue, first_here=first_here)
 
     with signals.received(rescue):
@@ -169,7 +169,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
             ended = True
         except Stop:
             ended = False
-            if trainer.steps.run.context.group.rank == 0:
+            if trainer.steps.run.leads:
                 print_message(saved_sentence(folder, trainer.steps.position.number))
         except BaseException as error:
             if saved := rescue(error):

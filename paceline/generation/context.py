@@ -2,10 +2,10 @@
 
 Run                 for the whole run: the present context, the recorders
 └─ context          for one generation
-├─ communicator  of all ranks, for what the host knows: in this machine's memory
-├─ communicators of gradients, SyncBatchNorm layers, row-sparse gradients, this machine: on GPUs
-├─ summaries     of steps
-└─ synchronizers the present ones; each has buckets, windows and staging memory
+   ├─ mesh          the ranks, by axes
+   ├─ groups        communicators, by axis and purpose
+   ├─ summaries     of steps
+   └─ kept          the present synchronizers; each has buckets, windows and staging memory
 """
 
 from __future__ import annotations
@@ -13,43 +13,46 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from typing import Self
+from itertools import chain, count
+from typing import Protocol, Self
 from weakref import WeakSet
 
 import torch
 
-from paceline.algorithms.synchronizer import Synchronizer
-from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.comm.shared_gpus import find_sharing_ranks
-from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
+from paceline.generation.mesh import Mesh
 from paceline.generation.summaries import StepSummaries
-from paceline.reduce.put_engine.layout import Topology
 from paceline.timeline.step_trace import MARKS, Trace
 
+# Purposes of groups whose tensors are where the ranks compute; those of all others are in this
+# machine's memory. A number behind a purpose tells those of several models apart: "rows/2".
+_ON_DEVICES = ("gradients", "layers", "buffers", "rows")
+# Of these, what the training thread starts in one order with "steps": it has a communicator of its
+# own only where NCCL connects the ranks.
+_WITH_STEPS = ("gradients", "buffers")
 
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """Connections of one replica's exchange.
+
+class Waiting(Protocol):
+    """Protocol of what waits for peers, and is closed with its context.
 
     Attributes:
-        communicator: connects all ranks, for tensors in this machine's memory.
-        gradients: connects all ranks, for collectives of gradients where they are.
-        intra_machine: connects the workers of this machine, if gradients are first summed there.
+        waited: seconds that the training thread has waited for peers so far.
     """
 
-    communicator: Communicator
-    gradients: Communicator
-    intra_machine: Communicator | None
+    waited: float
+
+    def close(self) -> None:
+        """Release everything, without a wait; may be called again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class GenerationContext:
     As a context manager, it closes with the block, and aborts if the block fails.
 
     Args:
-        group: all ranks of the generation.
+        world: all ranks of the generation, as this one sees them.
         connect: connects the ranks of a group for a purpose, for tensors in this machine's memory;
             collective, once a purpose.
         device: the device on which this rank computes.
@@ -79,23 +82,15 @@ class GenerationContext:
         connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what is
             on them travels by `connect`, too.
         activities: what the peers do while this rank waits for them.
+        mesh: the ranks, by axes; None: each rank has a replica of the whole model.
 
     Attributes:
-        group: all ranks of the generation, as this one sees them.
+        world: all ranks of the generation, as this one sees them.
+        mesh: the ranks, by axes.
         limits: the timeouts.
         activities, device: as given.
-        communicator: connects all ranks, for tensors in this machine's memory.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks.
-        gradients: connects all ranks, for collectives of gradients where they are.
-        layers: connects layers that exchange within forward and backward, if there are any.
-        buffers: connects all ranks' GPUs to broadcast buffers; None: `communicator` does.
-        rows: for each model with row-sparse gradients, what connects all ranks to exchange them.
-        intra_machine: connects the workers of this machine, if gradients are first summed inside
-            each machine.
-        replica_links: where several models or optimizers are exchanged, the connections of each.
-        synchronizers: the present ones, by the index of the model and optimizer; closed with the
-            context.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -103,126 +98,125 @@ class GenerationContext:
 
     def __init__(
         self,
-        group: Group,
+        world: Group,
         connect: Callable[[Group, str], Communicator],
         *,
         device: torch.device,
         limits: tuple[float, float],
         connect_gpus: Callable[[Group, str], Communicator] | None = None,
         activities: PeerActivities = NO_PEERS,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.group, self.limits = group, limits
+        self.world, self.limits = world, limits
+        self.mesh = mesh or Mesh.of_data(world.generation)
         self.activities = activities
         self._connect = connect
         self.device = device
+        self.sharing: Sequence[int] = ()
+        self._along: dict[str, Group] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._communicators: list[Communicator] = []
         self._windows = count()
         self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
         self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
         self._interrupted = False
-        self.synchronizers: dict[int, Synchronizer] = {}
-        self.communicator = self._open(group, "steps")
-        self.sharing = find_sharing_ranks(self.communicator, device)
+        self._kept: dict[str, Waiting] = {}
+        self._waited = 0.0
+        self.sharing = find_sharing_ranks(self.group("all", "steps"), device)
         self._connect_gpus = connect if self.sharing or connect_gpus is None else connect_gpus
         # A thread sends those of GPUs, in an order that nothing else keeps.
-        own = device.type == "cuda" and group.size > 1
-        reporting = self._open(group, "summaries") if own else self.communicator
+        own = device.type == "cuda" and world.size > 1
+        reporting = self.group("all", "summaries" if own else "steps")
         self.summaries = StepSummaries(reporting, device, limits, activities)
-        self.gradients = self.communicator
-        self.layers: Communicator | None = None
-        self.buffers: Communicator | None = None
-        self.rows: list[Communicator] = []
-        self.intra_machine: Communicator | None = None
-        self.replica_links: list[Links] = []
 
-    def end_startup(self) -> None:
-        """Use the shorter timeouts of later steps from now on."""
-        self.communicator.end_startup()
-        self.gradients.end_startup()
-        self.summaries.end_startup()
+    def begin(self, generation: Generation) -> None:
+        """Place the same ranks in the run: their generation has its number now."""
+        self.world = replace(self.world, generation=generation)
+        self._along.clear()
 
-    def connect_gradients(self) -> None:
-        """Connect all ranks' GPUs for collectives of gradients; collective, once.
-
-        Raises:
-            CommError: a rank didn't come in time.
-        """
-        self.gradients = self._open_gpus(self.group, "gradients")
-
-    def connect_layers(self) -> None:
-        """Connect layers that exchange within forward and backward; collective, once.
-
-        Raises:
-            CommError: a rank didn't come in time.
-        """
-        self.layers = self._open_gpus(self.group, "layers")
-
-    def connect_buffers(self) -> None:
-        """Connect all ranks' GPUs to broadcast the models' buffers; collective, once.
-
-        Raises:
-            CommError: a rank didn't come in time.
-        """
-        self.buffers = self._open_gpus(self.group, "buffers")
-
-    def connect_rows(self) -> None:
-        """Connect all ranks to exchange the row-sparse gradients of a further model; collective.
-
-        Raises:
-            CommError: a rank didn't come in time.
-        """
-        self.rows.append(self._open_gpus(self.group, f"rows/{len(self.rows)}"))
-
-    def connect_machine(self) -> None:
-        """Connect the workers of this machine; collective, once.
-
-        Raises:
-            CommError: a worker didn't come in time.
-        """
-        self.intra_machine = self._open_machine("machine")
-
-    def connect_replica(self, *, gradients: bool, intra_machine: bool) -> None:
-        """Connect the ranks for one of several exchanges; collective, once a replica.
+    def along(self, axis: str) -> Group:
+        """Return the ranks along an axis, at this rank's place on the others.
 
         Args:
-            gradients: there are collectives of gradients, which are on GPUs.
-            intra_machine: gradients are first summed inside each machine.
+            axis: of the mesh: "data", "all" or "machine".
+        """
+        if axis not in self._along:
+            own = self.world.rank
+            ranks = next(line for line in self.mesh.lines(axis) if own in line)
+            self._along[axis] = replace(self.world, ranks=ranks, rank=ranks.index(own))
+        return self._along[axis]
+
+    def group(self, axis: str, purpose: str) -> Communicator:
+        """Return what connects the ranks along an axis for a purpose; opened once, collectively.
+
+        Along two axes that have the same ranks, it is the same.
+
+        Args:
+            axis: as of `along`.
+            purpose: "steps", for what the host knows; "gradients", for collectives of gradients
+                where they are; "layers", for those that exchange within forward and backward;
+                "buffers", to broadcast them; "rows", for row-sparse gradients; "summaries". Those
+                of one of several models end in its number: "steps/2".
 
         Raises:
             CommError: a rank didn't come in time.
         """
-        purpose = f"replica/{len(self.replica_links)}"
-        inside = self._open_machine(f"{purpose}/machine") if intra_machine else None
-        own = self._open(self.group, purpose)
-        of_gradients = self._open_gpus(self.group, f"{purpose}/gradients") if gradients else own
-        self.replica_links.append(
-            Links(communicator=own, gradients=of_gradients, intra_machine=inside)
-        )
+        kind, slash, number = purpose.partition("/")
+        by_nccl = self.device.type == "cuda" and not self.sharing
+        if kind in _WITH_STEPS and not by_nccl:
+            kind = "steps"
+        group = self.along(axis)
+        purpose = f"{kind}{slash}{number}"
+        key = (group.ranks, purpose)
+        if key not in self._groups:
+            connect = self._connect_gpus if kind in _ON_DEVICES else self._connect
+            everyone = group.size == self.world.size
+            name = purpose if everyone else f"{axis}/{group.ranks[0]}/{purpose}"
+            self._groups[key] = self._open(connect(group, name))
+            if axis == "machine":
+                self._begin_sums(self._groups[key])
+        return self._groups[key]
 
-    def links(self, replica: int | None) -> Links:
-        """Return the connections of one of several replicas, or those of the only replica."""
-        if replica is not None:
-            return self.replica_links[replica]
-        return Links(
-            communicator=self.communicator,
-            gradients=self.gradients,
-            intra_machine=self.intra_machine,
-        )
+    def _open(self, communicator: Communicator) -> Communicator:
+        with self._interrupting:
+            self._communicators.append(communicator)
+            if self._interrupted:  # meanwhile
+                communicator.interrupt()
+        return communicator
 
-    def _open_machine(self, purpose: str) -> Communicator:
-        """Connect the workers of this machine.
-
-        A first sum makes what later ones need on GPUs while nothing else runs there.
-        """
-        group, what = self.group.on_machine(), "the first sum of this machine's workers"
-        communicator: Communicator = SingleRankCommunicator()
-        if group.size > 1:
-            communicator = self._open_gpus(group, f"{purpose}/{group.machine}")
+    def _begin_sums(self, communicator: Communicator) -> None:
+        """Make what later sums of a machine's GPUs need, while nothing else runs on these."""
+        what = "the first sum of this machine's workers"
         first = torch.ones(1, device=self.device)
         communicator.reduce(first).wait(what)
         communicator.broadcast(first).wait(what)
-        assert first.tolist() == [group.size]
-        return communicator
+        assert first.tolist() == [communicator.world_size]
+
+    def end_startup(self, *purposes: str) -> None:
+        """Use the shorter timeouts of later steps from now on: of steps, and for some purposes."""
+        for purpose in ("steps", *purposes):
+            self.group("data", purpose).end_startup()
+        self.summaries.end_startup()
+
+    def keep(self, purpose: str, resource: Waiting) -> None:
+        """Close something with the context, and count its waits.
+
+        Args:
+            purpose: what it is for; a later resource for the same purpose takes its place.
+            resource: what is kept.
+        """
+        self._waited += self._kept[purpose].waited if purpose in self._kept else 0.0
+        self._kept[purpose] = resource
+
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait of the training thread for its peers."""
+        self._waited += seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the training thread has waited for its peers so far."""
+        kept = sum(resource.waited for resource in self._kept.values())
+        return self._waited + self.summaries.waited + kept
 
     @property
     def served_purpose(self) -> str:
@@ -231,12 +225,7 @@ class GenerationContext:
 
     @property
     def _purpose(self) -> str:
-        return f"{self.group.generation.key_prefix}/window"
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks of each machine are a group."""
-        return Topology.of(self.group.generation.workers_per_machine)
+        return f"{self.world.generation.key_prefix}/window"
 
     def open_window(
         self,
@@ -264,9 +253,10 @@ class GenerationContext:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
-        group, number = self.group, next(self._windows)
-        exchanging = self.topology.leaders if leaders else self.topology
-        alone = group.rank not in exchanging.ranks
+        group, number = self.world, next(self._windows)
+        machines = self.mesh.lines("machine")
+        exchanging = [ranks[:1] for ranks in machines] if leaders else machines
+        sharing = next((ranks for ranks in exchanging if group.rank in ranks), None)
         servers = () if server is None else (group.size,)
         bootstrap = Bootstrap(
             share=self._share if server is None else partial(self._share, publish=server.publish),
@@ -275,14 +265,13 @@ class GenerationContext:
             token=group.generation.token,
             purpose=f"{self._purpose}/{number}" if server is None else self.served_purpose,
             limit=self.limits[1 if number else 0],  # a later one opens in mid-run
-            only=(group.rank,) if alone else (*exchanging.ranks, *servers),
+            only=(group.rank,) if sharing is None else (*chain(*exchanging), *servers),
         )
         where = (group.address if server is None else server.address, size, notifications)
         if transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
-            together = (ranks for ranks in exchanging.groups if group.rank in ranks)
-            group_peers = next(together, (group.rank,))
+            group_peers = (group.rank,) if sharing is None else sharing
             marks = 0 if trace is None else MARKS
             window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
             if trace is not None:
@@ -323,22 +312,6 @@ class GenerationContext:
         else:
             self.abort()
 
-    def _open(self, group: Group, purpose: str) -> Communicator:
-        return self._opened_by(self._connect, group, purpose)
-
-    def _open_gpus(self, group: Group, purpose: str) -> Communicator:
-        return self._opened_by(self._connect_gpus, group, purpose)
-
-    def _opened_by(
-        self, connect: Callable[[Group, str], Communicator], group: Group, purpose: str
-    ) -> Communicator:
-        communicator = connect(group, purpose)
-        with self._interrupting:
-            self._communicators.append(communicator)
-            if self._interrupted:  # meanwhile
-                communicator.interrupt()
-        return communicator
-
     def _end(self, how: Callable[[Communicator], Callable[[], None]]) -> None:
         """End everything, the newest first, each even if another fails."""
         with self._interrupting:
@@ -346,9 +319,9 @@ class GenerationContext:
         with ExitStack() as ends:
             for communicator in ending:
                 ends.callback(how(communicator))
-            for synchronizer in self.synchronizers.values():
-                ends.callback(synchronizer.close)
-            self.synchronizers, self.replica_links = {}, []
+            for resource in self._kept.values():
+                ends.callback(resource.close)
+            self._kept = {}
             self.summaries.close()
 
     def _share(
@@ -356,8 +329,8 @@ class GenerationContext:
     ) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""
         what = "the addresses of windows"
-        received = gather_bytes(self.communicator, text.encode(), what)
+        received = gather_bytes(self.group("all", "steps"), text.encode(), what)
         texts = [data.decode() for data in received]
-        if publish is not None and self.group.rank == 0:
+        if publish is not None and self.world.rank == 0:
             publish(texts)
         return texts

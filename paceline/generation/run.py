@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
-from paceline.comm.communicator import Communicator
 from paceline.generation.context import GenerationContext
 from paceline.recorder import NullRecorder, Recorder
 from paceline.timeline.step_trace import Trace
@@ -50,7 +49,7 @@ class Run:
     report_progress: Callable[[int], None] | None = None
     may_write: Callable[[], bool] = lambda: True
     lease_lasts: Callable[[], bool] = lambda: True
-    _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
+    _opened: list[tuple[str, str]] = field(default_factory=list)
     _entered: list[Callable[[], None]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -59,14 +58,21 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.context.__exit__(kind)
 
-    def connect(self, connect: Callable[[GenerationContext], None]) -> None:
-        """Make further connections, in the present context and in each later one; collective.
+    def open(self, axis: str, purpose: str) -> None:
+        """Open a group in the present context and, in the order of these calls, in each later one.
+
+        All ranks call it. A group that is open stays.
+
+        Args:
+            axis: as of `GenerationContext.group`.
+            purpose: likewise.
 
         Raises:
             CommError: a rank didn't come in time.
         """
-        connect(self.context)
-        self._connects.append(connect)
+        self.context.group(axis, purpose)
+        if (axis, purpose) not in self._opened:
+            self._opened.append((axis, purpose))
 
     def when_entered(self, call: Callable[[], None]) -> None:
         """Let `enter` call a function at its end, once all ranks of the generation are connected.
@@ -83,9 +89,8 @@ class Run:
             ancestors: the generations from which it descends, the oldest first.
             start: the number of completed steps from which it continues.
         """
-        group = self.context.group
-        generation = replace(group.generation, number=number, ancestors=ancestors, start=start)
-        self.context.group = replace(group, generation=generation)
+        present = self.context.world.generation
+        self.context.begin(replace(present, number=number, ancestors=ancestors, start=start))
 
     def enter(self, group: Group, prepare: Callable[[], None] | None = None) -> None:
         """Abort the present context and make the next generation's; collective among its ranks.
@@ -98,7 +103,8 @@ class Run:
             CommError: a rank didn't come in time.
         """
         assert self.make_context is not None
-        present, following = self.context.group.generation, group.generation
+        present = self.context.world.generation
+        following = group.generation
         assert following.number > present.number
         assert following.token != present.token
         self.context.abort()
@@ -108,21 +114,17 @@ class Run:
         if prepare is not None:
             prepare()
             self.record_number(group)
-        for connect in self._connects:
-            connect(self.context)
+        for axis, purpose in self._opened:
+            self.context.group(axis, purpose)
         for call in self._entered:
             call()
 
     @property
     def leads(self) -> bool:
         """Whether this process is the present generation's leader, its rank 0."""
-        return self.context.group.rank == 0
+        return self.context.world.rank == 0
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Return this process's present rank, and the world size."""
-        return self.context.group.rank, self.context.group.size
-
-    def layers(self) -> Communicator:
-        """Return what connects layers that exchange within forward and backward."""
-        assert self.context.layers is not None
-        return self.context.layers
+        """Return this process's present rank among those that divide samples, and their number."""
+        data = self.context.along("data")
+        return data.rank, data.size

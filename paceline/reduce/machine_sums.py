@@ -84,7 +84,7 @@ class MachineSums:
 
     Args:
         ranks: the ranks of this machine, in order; the first is the leader.
-        intra_machine: communicator of these ranks, in which the leader has rank 0; reserved for
+        machine: communicator of these ranks, in which the leader has rank 0; reserved for
             this exchange.
         make_exchange: called on a leader; makes the exchange of CPU tensors between leaders.
         templates: for each bucket, tensors of its parameters' shapes, strides and devices.
@@ -99,19 +99,19 @@ class MachineSums:
     def __init__(
         self,
         ranks: Sequence[int],
-        intra_machine: Communicator,
+        machine: Communicator,
         make_exchange: MakeExchange,
         templates: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
         gradients: int,
         timeout: Timeout,
     ) -> None:
-        self._intra_machine, self._timeout = intra_machine, timeout
-        self._rank = ranks[intra_machine.rank]
+        self._machine, self._timeout = machine, timeout
+        self._rank = ranks[machine.rank]
         self._others = [rank for rank in ranks if rank != self._rank]
         self._buckets = [_BucketState(memory=allocate(tensors)) for tensors in templates]
         self._inter_machine: Exchange | None = None
-        if intra_machine.rank == 0:
+        if machine.rank == 0:
             sums = [bucket.memory.gradients for bucket in self._buckets]
             pinned = [[pinned_like(tensor) for tensor in tensors] for tensors in sums]
             exchange = make_exchange(pinned)
@@ -184,7 +184,7 @@ class MachineSums:
             self._closed = True
             self._changed.notify_all()
         if not self._drained:
-            self._intra_machine.abort()
+            self._machine.abort()
         if self._inter_machine is not None:
             self._inter_machine.close()
         self._thread.join(_CLOSE_S)
@@ -236,7 +236,7 @@ class MachineSums:
         """Sum a bucket inside the machine, and let the leader send it."""
         bucket = self._buckets[index]
         self._stream.wait_for(bucket.packed)
-        self._collective(self._intra_machine.reduce, bucket)
+        self._collective(self._machine.reduce, bucket)
         if self._inter_machine is not None:
             sums = bucket.reduced()
             bucket.inter_machine = self._inter_machine.send(index, sums, 1.0, bucket.operation)
@@ -247,7 +247,7 @@ class MachineSums:
         bucket = self._buckets[index]
         if self._inter_machine is not None:
             bucket.memory.mark_used(self._inter_machine.wait(index, bucket.inter_machine))
-        self._collective(self._intra_machine.broadcast, bucket)
+        self._collective(self._machine.broadcast, bucket)
         self._stream.finish()
         self._note_progress(bucket)
 

@@ -28,6 +28,7 @@ from paceline.algorithms.average import WeightAverage
 from paceline.algorithms.average_parts import divide_state, restore_divided
 from paceline.comm.communicator import Communicator, broadcast_all
 from paceline.errors import ConfigError, ServerLost
+from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
 from paceline.replica.live_hooks import LiveHook, patch
@@ -74,17 +75,19 @@ class AveragedReplica:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        communicator: Callable[[], Communicator],
+        run: Run,
         open_average: Callable[[Sequence[Bucket]], WeightAverage],
         *,
         bucket_bytes: int,
         fragments: int = 1,
         momenta: str = "keep",
     ) -> None:
-        self._model, self._optimizer, self._communicator = model, optimizer, communicator
+        self._model = model
+        self._optimizer = optimizer
+        self._run = run
         self._resets = momenta == "reset"
         self._trained = trained = TrainedParameters.of(model, optimizer)
-        broadcast_all(communicator(), trained.tensors, "the broadcast of rank 0's weights")
+        broadcast_all(self._ranks, trained.tensors, "the broadcast of rank 0's weights")
         total = sum(p.nbytes for p in trained.groups if p.requires_grad)
         size = min(bucket_bytes, max(1, total // fragments))
         buckets = partition(trained.names, trained.groups, size)
@@ -121,11 +124,6 @@ class AveragedReplica:
     def never_merged(self) -> bool:
         """Whether steps were made, and none has been merged yet; equal on all ranks."""
         return self.unmerged and self._average.last_round == (0, 0)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this thread has waited for peers."""
-        return self._average.waited
 
     @property
     def ends(self) -> ServerLost | None:
@@ -257,7 +255,7 @@ class AveragedReplica:
             "optimizer": self._optimizer.state_dict(),
         }
         what = "the gather of the workers' own weights"
-        gathered = gather_parts(self._communicator(), copy_state(own), what)
+        gathered = gather_parts(self._ranks, copy_state(own), what)
         if not gathered:
             return None
         return {AVERAGE: {WORKERS: gathered, MERGED: copy_state(self._average.shared())}}
@@ -269,7 +267,7 @@ class AveragedReplica:
         Returns:
             False where the workers' own weights, or what was under way, had to be dropped.
         """
-        communicator, saved = self._communicator(), state[AVERAGE]
+        communicator, saved = self._ranks, state[AVERAGE]
         own = None
         if len(saved[WORKERS]) == communicator.world_size:
             own = saved[WORKERS][communicator.rank]
@@ -284,7 +282,7 @@ class AveragedReplica:
 
     def restore_optimizer(self, state: Mapping[str, Any]) -> None:
         """Restore this worker's own optimizer state of what `state` returned, if it has it."""
-        communicator, workers = self._communicator(), state[AVERAGE][WORKERS]
+        communicator, workers = self._ranks, state[AVERAGE][WORKERS]
         if len(workers) == communicator.world_size:
             self._optimizer.load_state_dict(workers[communicator.rank]["optimizer"])
 
@@ -329,12 +327,16 @@ class AveragedReplica:
             self._start = {}
             return True
         local, shared = self._start[LOCAL], self._start[SHARED]
-        communicator, self._start = self._communicator(), {}
+        communicator, self._start = self._ranks, {}
         return restore_divided(self._average, parts, local, shared, communicator)
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the exchange, without a wait."""
         self.leave_generation()
+
+    @property
+    def _ranks(self) -> Communicator:
+        return self._run.context.group("data", "steps")
 
     def _watch(self) -> None:
         """Show the merged weights where a script wants them, and make no update without samples."""

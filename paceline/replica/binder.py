@@ -25,6 +25,7 @@ from paceline.comm.communicator import (
     require_same_call,
     shortened,
 )
+from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import OPTIMIZER, restore_parts
 from paceline.replica.hooks import ReplicaHooks
@@ -62,7 +63,8 @@ class ReplicaBinder:
     Args:
         model: the model.
         optimizer: its optimizer.
-        communicator: returns what connects all ranks.
+        run: the run, whose ranks are to be equal.
+        purpose: of the group by which they become so.
         first_plan: called at the start and when a generation is entered; returns the exchange to
             begin with.
         watch: of the trained parameters.
@@ -86,7 +88,8 @@ class ReplicaBinder:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        communicator: Callable[[], Communicator],
+        run: Run,
+        purpose: str,
         first_plan: Callable[[], ExchangePlan],
         watch: ParameterWatch,
         earlier: EarlierBuffers,
@@ -95,7 +98,9 @@ class ReplicaBinder:
         make_hooks: MakeHooks = ReplicaHooks,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._communicator, self._first_plan = communicator, first_plan
+        self._run = run
+        self._purpose = purpose
+        self._first_plan = first_plan
         self._scope, self._make_hooks = scope, make_hooks
         self._watch, self._earlier, self._settle = watch, earlier, settle
         self._plan = first_plan()
@@ -123,11 +128,11 @@ class ReplicaBinder:
         """
         trained = self.trained()
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
-        broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
+        broadcast_all(self._ranks, fresh, "the broadcast of rank 0's weights")
         size = self._plan.bucket_bytes
         buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
         synchronizer = self._plan.make_synchronizer(buckets)
-        self.alone = self._communicator().world_size == 1
+        self.alone = self._ranks.world_size == 1
         self.bindings += 1
         self.stateful = synchronizer.state is not None
         own = synchronizer.state
@@ -154,7 +159,7 @@ class ReplicaBinder:
         new = self.bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
-            self.restore(broadcast_state(self._communicator(), state, what))
+            self.restore(broadcast_state(self._ranks, state, what))
         new.exchanging, new.kept = old.exchanging, old.kept
         self.settle_before_states()
         return new
@@ -172,7 +177,7 @@ class ReplicaBinder:
         self._settle()
         text = shortened(names)
         require_same_call(
-            self._communicator(),
+            self._ranks,
             "world.step() with a changed model",
             f"the new {text}",
             f"world.step() with the new {text}, which must be the same on all ranks",
@@ -204,13 +209,13 @@ class ReplicaBinder:
         own = bound.synchronizer.state
         if parts is None:
             return bound, True
-        return bound, restore_parts(own, parts, self._communicator())
+        return bound, restore_parts(own, parts, self._ranks)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""
         self._settle()
         state = self._bound.synchronizer.state
-        return None if state is None else state.gather(self._communicator())
+        return None if state is None else state.gather(self._ranks)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
@@ -241,6 +246,10 @@ class ReplicaBinder:
         if self.hooks is not None:
             self.hooks.close()
         self._state_hooks.close()
+
+    @property
+    def _ranks(self) -> Communicator:
+        return self._run.context.group("data", self._purpose)
 
     @property
     def _bound(self) -> ReplicaHooks:

@@ -19,7 +19,7 @@ ones are broadcast only if the first step has changed them on any rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,6 +33,7 @@ from paceline.comm.communicator import (
     require_same_call,
     shortened,
 )
+from paceline.generation.run import Run
 from paceline.replica.state.checksums import checksum
 from paceline.replica.state.earlier_buffers import computed_buffers
 
@@ -65,24 +66,23 @@ class BufferBroadcast:
 
     Args:
         model: the model, with the same buffers on all ranks.
-        host_communicator: returns what connects all ranks, for tensors in this machine's memory.
-        device_communicator: likewise, for tensors where the model is.
+        run: the run, whose ranks broadcast.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        host_communicator: Callable[[], Communicator],
-        device_communicator: Callable[[], Communicator],
-    ) -> None:
+    def __init__(self, model: nn.Module, run: Run) -> None:
         self._model = model
-        self._host_communicator = host_communicator
-        self._device_communicator = device_communicator
+        self._run = run
         self._owners: Mapping[str, tuple[nn.Module, str]] = {}
         self._layout: _Layout = {}  # what all ranks agree on
         self._left_out: frozenset[str] = frozenset()
         self._before: Mapping[str, Tensor | int] | None = None  # checksums of large ones
         self._sent: _Sent | None = None
+
+    def _host_communicator(self) -> Communicator:
+        return self._run.context.group("data", "steps")
+
+    def _device_communicator(self) -> Communicator:
+        return self._run.context.group("data", "buffers")
 
     def begin_generation(self) -> None:
         """Take the present buffers, whose values and shapes are the same on all ranks."""

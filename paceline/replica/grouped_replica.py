@@ -22,9 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.communicator import Communicator
 from paceline.errors import CommError, ConfigError
-from paceline.recorder import Recorder
+from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.buffer_broadcast import BufferBroadcast
@@ -108,31 +107,33 @@ class GroupedReplica(Replica):
 
     Args:
         arguments: as of `Replica`.
-        gradients: returns what connects all ranks for collectives where the model is.
+        gradients: the purpose of the group whose collectives are where the model is.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        communicator: Callable[[], Communicator],
-        gradients: Callable[[], Communicator],
+        run: Run,
         first_plan: Callable[[], ExchangePlan],
         *,
         share: BatchShare,
-        recorder: Recorder,
         scope: Scope,
+        purpose: str,
+        gradients: str,
         buffers: BufferBroadcast | None = None,
     ) -> None:
-        self._has_buffers, self._connect = scope.first, gradients
+        self._has_buffers = scope.first
+        self._run = run
+        self._gradients = gradients
         super().__init__(
             model,
             optimizer,
-            communicator,
+            run,
             first_plan,
             share=share,
-            recorder=recorder,
             scope=scope,
+            purpose=purpose,
             buffers=buffers if scope.first else None,
         )
 
@@ -165,7 +166,9 @@ class GroupedReplica(Replica):
         super().drain()
 
     def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
-        statistics = ModelStatistics(self._model, self._connect) if self._has_buffers else None
+        statistics = None
+        if self._has_buffers:
+            statistics = ModelStatistics(self._model, self._run, self._gradients)
         hooks = GroupedHooks(statistics, *arguments)
         hooks.buffers = self._buffers
         return hooks

@@ -12,12 +12,11 @@ after each block, whatever ran in it. A value that no rank has moved stays as it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.generation.run import Run
 from paceline.update.batch_norm import RunningStatistics
 
 
@@ -26,11 +25,14 @@ class ModelStatistics:
 
     Args:
         model: the model; without running statistics, nothing is exchanged.
-        communicator: returns what connects all ranks; its collectives match in this order.
+        run: the run.
+        purpose: of the group that averages; its collectives match in this order.
     """
 
-    def __init__(self, model: nn.Module, communicator: Callable[[], Communicator]) -> None:
-        self._statistics, self._communicator = RunningStatistics(model), communicator
+    def __init__(self, model: nn.Module, run: Run, purpose: str) -> None:
+        self._statistics = RunningStatistics(model)
+        self._run = run
+        self._purpose = purpose
         flat = self._statistics.flat
         self._equal = None if flat is None else flat.clone()  # on all ranks
         self._pending: tuple[Tensor, Ticket] | None = None
@@ -42,7 +44,7 @@ class ModelStatistics:
             weight: local samples / global samples; with 0 this rank's values don't count.
         """
         self.install()
-        if self._equal is None or self._communicator().world_size == 1:
+        if self._equal is None or self._ranks.world_size == 1:
             return
         self._statistics.pack()
         flat = self._statistics.flat
@@ -51,7 +53,11 @@ class ModelStatistics:
         if weight:
             moved = (flat != self._equal).to(flat.dtype)  # also where it is NaN
             packed = torch.cat([flat * weight, moved])
-        self._pending = (packed, self._communicator().all_reduce(packed))
+        self._pending = (packed, self._ranks.all_reduce(packed))
+
+    @property
+    def _ranks(self) -> Communicator:
+        return self._run.context.group("data", self._purpose)
 
     def install(self) -> None:
         """Install the mean, if an exchange is under way.

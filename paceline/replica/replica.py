@@ -35,9 +35,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from paceline.comm.communicator import Communicator
 from paceline.errors import CommError, ConfigError
-from paceline.recorder import NullRecorder, Recorder
+from paceline.generation.run import Run
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import ExchangePlan, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
@@ -69,16 +68,16 @@ class Replica:
         model: the model, with the same structure on all ranks; rank 0's values replace those of the
             other ranks.
         optimizer: optimizer of the model's parameters, of other parameters, or of both.
-        communicator: returns what connects all ranks; used at the start, and when the set of
-            trained parameters changes.
+        run: the run, whose ranks hold the same replica.
         first_plan: called at the start and when a generation is entered; returns the exchange to
             begin with, the same on all ranks.
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
         next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
             keep the present one. Without `next_plan`, all steps use the first.
-        recorder: receives the spans `update` of an optimizer's own steps.
         scope: what the replica has of its model, where several optimizers train it.
+        purpose: of the group that makes the ranks' states equal, at the start and when the set of
+            trained parameters changes.
         buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
 
     Attributes:
@@ -99,21 +98,21 @@ class Replica:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        communicator: Callable[[], Communicator],
+        run: Run,
         first_plan: Callable[[], ExchangePlan],
         *,
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
-        recorder: Recorder | None = None,
         scope: Scope = WHOLE,
+        purpose: str = "steps",
         buffers: BufferBroadcast | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         # Of a module without buffers, nothing is broadcast.
-        self._buffers = buffers or BufferBroadcast(nn.Module(), communicator, communicator)
+        self._buffers = buffers or BufferBroadcast(nn.Module(), run)
         self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
-        self._recorder = recorder or NullRecorder()
+        self._recorder = run.recorder
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self.on_loss: Callable[[CommError], None] | None = None
@@ -131,7 +130,7 @@ class Replica:
         self.stepped = self._follows_scalers = False
         self.loaded: Checksums = {}
         self._binder = ReplicaBinder(
-            *(model, optimizer, communicator, first_plan, self._watch, self._earlier),
+            *(model, optimizer, run, purpose, first_plan, self._watch, self._earlier),
             settle=self._settle_for_use,
             scope=scope,
             make_hooks=self._make_hooks,
@@ -189,11 +188,6 @@ class Replica:
     def reads(self) -> ReadMap | None:
         """Which modules read which parameters; None until the first step has traced it."""
         return self._binding.reads
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this thread has waited for peers in the present binding; 0 without one."""
-        return 0.0 if self._hooks is None else self._binding.synchronizer.waited
 
     @property
     def reduced(self) -> bool:

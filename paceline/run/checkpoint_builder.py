@@ -151,7 +151,7 @@ class CheckpointBuilder:
         del position["members"]
         if sent := position.pop("sent"):  # by this rank alone
             position["sums"] = sums[max(sent)]
-        generation = self._run.context.group.generation
+        generation = self._run.context.world.generation
         position["generation"] = generation.number
         entries = checkpoint_entries(state, objects, of_pairs)
         for number, (pair, own) in enumerate(zip(objects.pairs, of_pairs, strict=True)):

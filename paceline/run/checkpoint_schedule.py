@@ -93,7 +93,7 @@ class CheckpointSchedule:
         self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
-        received = broadcast_state(run.context.communicator, settings, what)
+        received = broadcast_state(run.context.group("all", "steps"), settings, what)
         self._saving: bool = received[0]
         _, intervals, snapshots.enabled, snapshots.check.due = received
         self._policy = SavePolicy(**intervals)

@@ -64,7 +64,7 @@ class DecodeTrial:
         if self._position.decode_device:
             self._present.name = self._position.decode_device
             return
-        generation = self._run.context.group.generation.token
+        generation = self._run.context.world.generation.token
         if generation != self._begun_in:
             self._begun_in = generation
             self._first = place.number
@@ -86,12 +86,12 @@ class DecodeTrial:
         """Keep the device with the shorter steps; collective."""
         own = [median(self._seconds[name]) for name in ("cuda", "cpu")]
         sums = torch.tensor(own, dtype=torch.float64)
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("all", "steps")
         cuda, cpu = total(communicator, sums, "the times of decoding").tolist()
         chosen = "cuda" if cuda * _MARGIN < cpu else "cpu"
         self._position.decode_device = chosen
         self._present.name = chosen
-        ranks = self._run.context.group.size
+        ranks = self._run.context.world.size
         rates = {"cuda": samples * ranks / cuda, "cpu": samples * ranks / cpu}
         text = (
             f"Images are decoded by {chosen}: training made {rates['cuda']:,.0f} images/s with "

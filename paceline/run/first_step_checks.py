@@ -94,7 +94,7 @@ class FirstStepChecks:
 
     def row(self, batch: BatchSlice) -> list[float]:
         """Return what this rank adds to a step's summary: 0 for other ranks, and where unknown."""
-        size = self._run.context.group.size
+        size = self._run.context.along("data").size
         if size == 1 or self._rows == STEPS:
             self.close()
             return []
@@ -125,7 +125,7 @@ class FirstStepChecks:
         """Take what all ranks have seen of a step."""
         if not self._open:
             return
-        size = self._run.context.group.size
+        size = self._run.context.along("data").size
         number = summary.step - self._lag
         self._compare_denominators(number, summary.seen[:size], summary.seen[size : 2 * size])
         for index in range(len(self._inputs)):
@@ -223,7 +223,7 @@ class FirstStepChecks:
             )
 
     def _report_on_leader(self, note: Message) -> None:
-        if self._run.context.group.rank == 0:
+        if self._run.leads:
             self._report(note)
 
 

@@ -105,7 +105,7 @@ class ReplicaCheck:
             if not self._interval / _CHANGE <= wanted <= self._interval * _CHANGE:
                 interval = wanted
         self._time = now
-        return code, interval if self._run.context.group.rank == 0 else 0
+        return code, interval if self._run.leads else 0
 
     def add_loaded(self, step: int, loaded: Checksums) -> int:
         """Compare what was loaded before a step, too.
@@ -160,7 +160,7 @@ class ReplicaCheck:
             sums = _checksums(state) if state is not None and self.enabled else {}
             code = code_of(sums)
         codes = torch.tensor([code, code**2], dtype=torch.float64)
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("data", "steps")
         code_sum, squares = total(communicator, codes, "the snapshot of all ranks").tolist()
         if not all_equal(code_sum, squares, communicator.world_size):
             self._refuse(step, sums)
@@ -172,7 +172,7 @@ class ReplicaCheck:
 
     def _refuse_outcome(self, step: int, stepped: int) -> None:
         """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("data", "steps")
         what = "the comparison of the ranks' steps"
         bits = gather_counts(communicator, int(stepped), what)
         which = next((i for i in range(20) if len({one >> i & 1 for one in bits}) > 1), 0)
@@ -190,7 +190,7 @@ class ReplicaCheck:
     def _refuse(self, step: int, sums: Checksums) -> None:
         """Stop the run whose replicas differ before a step; collective."""
         data, what = json.dumps(sums).encode(), "the comparison of the replicas"
-        communicator = self._run.context.communicator
+        communicator = self._run.context.group("data", "steps")
         texts = gather_bytes(communicator, data, what)
         raise replicas_differ(step, [json.loads(text) for text in texts], self._equal)
 

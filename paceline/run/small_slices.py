@@ -66,7 +66,7 @@ class SmallSlices:
             ConfigError: a layer got one value a channel, or will at the epoch's end.
             CommError: a peer was lost, or silent.
         """
-        group = self._run.context.group
+        group = self._run.context.along("data")
         tail = 0 if order is None else order.samples % order.batch_size
         layers = []
         if self._watched != group.generation.number and 0 < tail < 2 * group.size:
@@ -103,7 +103,7 @@ class SmallSlices:
             )
         alone = [layer for layer in found.values() if not isinstance(layer, SyncBatchNorm)]
         what = "the agreement on the smallest slice of a batch"
-        found_by_ranks = gather_counts(self._run.context.communicator, len(alone), what)
+        found_by_ranks = gather_counts(self._run.context.group("data", "steps"), len(alone), what)
         if any(found_by_ranks):
             self._position.min_slice = 2
 

@@ -193,7 +193,7 @@ class StepSnapshots:
             pass
         if self.on:
             self._between += 1  # a script may call this again before a step
-            token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
+            token = f"{self._run.context.world.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
             bound = self._copy_at_once(self._copier(name, position))
             if not self.alone:
@@ -263,7 +263,7 @@ class StepSnapshots:
         The interval is measured anew where the replica was bound anew: its steps then take another
         time, because of another exchange, other trained parameters or other ranks.
         """
-        if self._run.context.group.rank > 0 or not self.on:
+        if not self._run.leads or not self.on:
             return 0
         if self._bindings != self._replica.bindings:
             self._bindings = self._replica.bindings
@@ -323,7 +323,7 @@ class StepSnapshots:
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         context = self._run.context
-        ids = tuple(member.id for member in context.group.generation.members)
+        ids = tuple(member.id for member in context.world.generation.members)
         position = {**position, "sent": dict(context.summaries.sent), "members": ids}
         return StateCopier(self._snapshots, name, self.objects, position, self._copies)
 
@@ -357,7 +357,7 @@ class StepSnapshots:
         self.commits.receive(summary)
         if summary.interval == OFF and not self._off:
             note = memory_note(self._snapshots.nbytes_required, self._limit_mb)
-            if note is not None and self._run.context.group.rank == 0:
+            if note is not None and self._run.leads:
                 self._report(note)
             self._off = True
             self.discard()
@@ -365,7 +365,7 @@ class StepSnapshots:
             self._interval.steps = summary.interval
 
     def _name(self, step: int) -> SnapshotName:
-        return SnapshotName(self._run.context.group.generation.key_prefix, step)
+        return SnapshotName(self._run.context.world.generation.key_prefix, step)
 
 
 class _Spans(NullRecorder):

@@ -140,7 +140,7 @@ class Steps:
     @property
     def generation(self) -> int:
         """The number of the run's present generation, for the ledger."""
-        return self.run.context.group.generation.number
+        return self.run.context.world.generation.number
 
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
@@ -477,7 +477,7 @@ class Steps:
             own = self._writer is None or not self.run.leads or self._writer.written(limit)
             missing = torch.tensor([not own], dtype=torch.float64)
             what = "the wait for the last checkpoint"
-            written = not total(context.communicator, missing, what).item()
+            written = not total(context.group("all", "steps"), missing, what).item()
 
     def _boundary(self, number: int) -> None:
         summaries = self.run.context.summaries
@@ -566,7 +566,7 @@ class Steps:
 
     def _seed_torch(self, purpose: int, number: int) -> int:
         """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank)."""
-        rank = self.run.context.communicator.rank
+        rank = self.run.context.along("data").rank
         word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():

@@ -38,8 +38,6 @@ class WorkerSpeeds:
     Args:
         run: the run, whose recorder receives events `speeds`.
         position: of the run, which holds the shares.
-        waited: returns the seconds that this rank has waited for peers so far; it may begin again
-            at 0.
         measured: the shares follow the speeds; otherwise they are equal.
         report: called on rank 0 with sentences for the user.
         clock: returns seconds since an arbitrary origin.
@@ -54,25 +52,24 @@ class WorkerSpeeds:
         self,
         run: Run,
         position: Position,
-        waited: Callable[[], float],
         *,
         measured: bool,
         report: Callable[[Message], None] = lambda note: None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._run, self._position, self.measured = run, position, measured
-        self._waited, self._report, self._clock = waited, report, clock
+        self._report = report
+        self._clock = clock
         self.batch_size = 0
         self._rule: ShareRule | None = None
         self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
         self._left = 2 * COMPARED  # with equal shares: steps that may still be measured
         self._named: Sequence[int] = ()  # the shares that the last line has
-        self._waited_before = 0.0
         self.begin_generation()
 
     def begin_generation(self) -> None:
         """Measure anew; keep the position's shares where there are as many ranks."""
-        size, planned = self._run.context.group.size, self._position.shares
+        size, planned = self._run.context.along("data").size, self._position.shares
         if not self.measured or any(len(shares) != size for _, shares in planned):
             planned.clear()
         self._rule = None
@@ -84,7 +81,7 @@ class WorkerSpeeds:
 
     def interrupt(self) -> None:
         """Don't measure the present step: what follows isn't a part of it."""
-        self._began: float | None = None
+        self._began: float | None = None  # when it began, less this rank's waits before it
 
     def shares(self, number: int) -> Sequence[int] | None:
         """Return the shares of the global batch of a step, (ranks,); None: equal ones."""
@@ -101,12 +98,11 @@ class WorkerSpeeds:
         It is 0 where the step shows nothing of the rank's speed: in the first one that is measured,
         and in that of a short batch.
         """
-        now, waited = self._clock(), self._waited()
-        milliseconds = [0.0] * self._run.context.group.size
+        own = self._clock() - self._run.context.waited
+        milliseconds = [0.0] * self._run.context.along("data").size
         if self._began is not None and batch.global_count == self.batch_size:
-            since = waited - self._waited_before if waited >= self._waited_before else waited
-            milliseconds[batch.rank] = max(1000 * (now - self._began - since), 1e-3)
-        self._began, self._waited_before = now, waited
+            milliseconds[batch.rank] = max(1000 * (own - self._began), 1e-3)
+        self._began = own
         return milliseconds
 
     def receive(self, summary: StepSummary) -> None:
@@ -205,7 +201,7 @@ class WorkerSpeeds:
         differ = clear and each[slowest] > (1 + LEAST_DIFFERENCE) * min(each)
         self._run.recorder.event(
             "speeds",
-            generation=self._run.context.group.generation.number,
+            generation=self._run.context.world.generation.number,
             step=step,
             milliseconds=[round(ms, 4) for ms in each],
             slowest=slowest if differ else None,
@@ -215,10 +211,10 @@ class WorkerSpeeds:
         return slowest if differ else None
 
     def _describe(self, rank: int) -> str:
-        return self._run.context.group.generation.describe(rank)
+        return self._run.context.world.generation.describe(rank)
 
     def _say(self, note: Message) -> None:
-        if self._run.context.group.rank == 0:
+        if self._run.leads:
             self._report(note)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
@@ -29,13 +29,28 @@ MARKS = 2**16  # moments of puts that a window remembers
 _NOTHING = nullcontext()
 
 
+class Groups(Protocol):
+    """Protocol of a generation's context, as far as a trace needs it."""
+
+    def group(self, axis: str, purpose: str) -> Communicator:
+        """Return what connects the ranks along an axis for a purpose."""
+
+
+class InGeneration(Protocol):
+    """Protocol of a `Run`, as far as a trace needs it."""
+
+    @property
+    def context(self) -> Groups:
+        """The present generation's context."""
+
+
 class Trace(NullRecorder):
     """Recorder that buffers the spans of some steps, and writes the trace after the last of them.
 
     Args:
         path: path of the trace file.
         steps: the steps to trace, counted from the run's first step (0).
-        communicator: returns what connects the ranks, all of which trace the same steps.
+        run: has the present generation, whose ranks all trace the same steps.
         machine: the number of this rank's machine.
         clock: returns nanoseconds of the system's monotonic clock.
         report: called on rank 0 with a sentence that says where the trace is, or why there is none.
@@ -48,7 +63,7 @@ class Trace(NullRecorder):
         self,
         path: Path,
         steps: range,
-        communicator: Callable[[], Communicator],
+        run: InGeneration,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
         report: Callable[[str | Message], None] = lambda text: None,
@@ -56,7 +71,7 @@ class Trace(NullRecorder):
         self.path = path
         self.resources = ExitStack()
         self._steps, self._machine = steps, machine
-        self._communicator = communicator
+        self._run = run
         self._clock = clock
         self._report = report
         self._on = self._written = False
@@ -92,7 +107,7 @@ class Trace(NullRecorder):
                 self._write()
         elif name == "finish":
             self._write()
-            if not self._written and self._communicator().rank == 0:
+            if not self._written and self._ranks.rank == 0:
                 steps = f"{self._steps[0]}:{self._steps[-1]}"
                 self._report(
                     Message(
@@ -100,6 +115,10 @@ class Trace(NullRecorder):
                         steps,
                     )
                 )
+
+    @property
+    def _ranks(self) -> Communicator:
+        return self._run.context.group("all", "steps")
 
     def close(self) -> None:
         """Release the resources."""
@@ -110,7 +129,7 @@ class Trace(NullRecorder):
         if self._written or not self._spans:
             return
         self._on, self._written = False, True
-        communicator = self._communicator()
+        communicator = self._ranks
         made = rounds(communicator, self._clock)
         buffer = RecorderBuffer(
             rank=communicator.rank,

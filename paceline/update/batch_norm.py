@@ -30,7 +30,7 @@ up. Statistics are in float32, or float64 where the input is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from time import perf_counter
 from typing import Any
@@ -41,8 +41,8 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, Message, many
+from paceline.generation.run import Run
 from paceline.update.first_order import final_gradients, require_plain_backward
 
 
@@ -101,13 +101,11 @@ class BatchShare:
             a placeholder sample, or if its loss is a mean over nothing: then its samples don't
             count in the statistics. Outside a step it is 1 on all ranks.
         steps_begun: the number of steps begun so far.
-        waited: seconds that SyncBatchNorm layers have waited for peers so far.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.steps_begun = 0
-        self.waited = 0.0
 
     def begin(self, weight: float) -> None:
         """Start a step."""
@@ -122,8 +120,9 @@ class BatchShare:
 class LayerCommunicator:
     """Collectives of SyncBatchNorm layers, with this rank's share of the global batch."""
 
-    def __init__(self, communicator: Callable[[], Communicator], share: BatchShare) -> None:
-        self._communicator, self.share = communicator, share
+    def __init__(self, run: Run, share: BatchShare) -> None:
+        self._run = run
+        self.share = share
 
     def __deepcopy__(self, memo: object) -> LayerCommunicator:
         """Return itself: a copy of the model has the same peers."""
@@ -135,16 +134,19 @@ class LayerCommunicator:
         Raises:
             CommError: a peer was lost, or silent.
         """
+        context = self._run.context
+        communicator = context.group("data", "layers")
         if self.share.steps_begun > 1:  # by now all ranks have compiled their models
-            self._communicator().end_startup()
-        ticket, began = self._communicator().all_reduce(tensor), perf_counter()
+            communicator.end_startup()
+        ticket = communicator.all_reduce(tensor)
+        began = perf_counter()
         ticket.wait(operation)
-        self.share.waited += perf_counter() - began
+        context.add_wait(perf_counter() - began)
         return tensor
 
     def gather(self, row: Tensor, operation: str) -> Tensor:
         """Return all ranks' rows, (world_size, values), of this rank's `row`, (values,)."""
-        communicator = self._communicator()
+        communicator = self._run.context.group("data", "layers")
         rows = row.new_zeros(communicator.world_size, row.numel())
         rows[communicator.rank] = row
         return self.sum(rows, operation)  # with zeros: exact
@@ -218,7 +220,7 @@ def synchronised_note(names: Sequence[str]) -> Message:
 
 def convert_sync_batchnorm(
     model: nn.Module,
-    communicator: Callable[[], Communicator],
+    run: Run,
     share: BatchShare,
     *,
     every: bool = True,
@@ -229,14 +231,14 @@ def convert_sync_batchnorm(
 
     Args:
         model: changed in place, unless it is a BatchNorm itself.
-        communicator: returns the layers' own communicator, of the same ranks as the buckets'.
+        run: the run, whose ranks have a communicator for the layers alone.
         share: this rank's share of each step; the replica's.
         every: as of `batch_norms`.
 
     Raises:
         ConfigError: as `batch_norms`.
     """
-    exchange = LayerCommunicator(communicator, share)
+    exchange = LayerCommunicator(run, share)
     names = batch_norms(model, every=every)
     converted = {
         module: SyncBatchNorm.like(module, exchange, name or "the model")

@@ -21,12 +21,12 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
-from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.trained_parameters import table_parameters
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.wiring.average_server import MetServer, meet_server
+from paceline.wiring.exchange import topology_of
 
 
 def average_weights(
@@ -52,7 +52,6 @@ def average_weights(
             the run can't have a server.
         CommError: a peer was lost, or silent, or no server came.
     """
-    alone = config.transport == "nixl"  # it shares no memory
     met = meet_server(run, model, config, average) if average.through == "server" else None
     codec = merge_codec(config.wire)
     device = next(model.parameters(), torch.empty(0)).device
@@ -60,20 +59,21 @@ def average_weights(
     def make(buckets: Sequence[Bucket]) -> WeightAverage:
         statistics = RunningStatistics(model)
         try:
-            return open_merges(buckets, statistics, met)
+            merges = open_merges(buckets, statistics, met)
         except ServerLost as lost:
             merges = open_merges(buckets, statistics, None)
             merges.ends = lost
-            return merges
+        run.context.keep("synchronizer", merges)
+        return merges
 
     def open_merges(
         buckets: Sequence[Bucket], statistics: RunningStatistics, server: MetServer | None
     ) -> WeightAverage:
         context = run.context  # of the present generation
-        topology = Topology.of([1] * context.group.size) if alone else context.topology
+        topology = topology_of(context, alone=config.transport == "nixl")  # it shares no memory
         if server is not None:
             topology = topology.served_by(server.name)
-        rule = average.rule.for_workers(context.group.size)
+        rule = average.rule.for_workers(context.along("data").size)
         options = PutOptions(
             open_window=partial(
                 context.open_window,
@@ -108,7 +108,7 @@ def average_weights(
     return AveragedReplica(
         model,
         optimizer,
-        lambda: run.context.communicator,
+        run,
         make,
         bucket_bytes=config.bucket_bytes,
         fragments=average.fragments,

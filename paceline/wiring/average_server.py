@@ -83,15 +83,15 @@ class MetServer:
             ServerLost: a later generation can't be served.
         """
         lost = ""
-        if context.group.rank == 0:
+        if context.world.rank == 0:
             try:
                 self._invite(context, layout)
             except STORE_ERRORS as error:
-                if context.group.generation.token == self.token:
+                if context.world.generation.token == self.token:
                     raise
                 lost = str(error)
         what = "the answer of the averaging server"
-        (text, *_) = gather_bytes(context.communicator, lost.encode(), what)
+        (text, *_) = gather_bytes(context.group("all", "steps"), lost.encode(), what)
         if text:
             reason = text.decode().removeprefix(f"{self.name} ").rstrip(".")
             raise ServerLost(
@@ -100,7 +100,7 @@ class MetServer:
             )
 
     def _invite(self, context: GenerationContext, layout: Layout) -> None:
-        generation = context.group.generation
+        generation = context.world.generation
         specs = [bucket.spec for bucket in layout.buckets]
         invitation = Invitation(
             version=VERSION,
@@ -136,7 +136,7 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
     """
     refuse_server(config, average)
     context = run.context
-    group, own = context.group, ProcessIdentity.of_this_process()
+    group, own = context.world, ProcessIdentity.of_this_process()
     store = open_start(run.store) if run.store is not None else None
     if store is None:
         raise ConfigError("this run has no store in which a server could register.")
@@ -145,7 +145,7 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
         text = await_server(store, own, _SOONER * context.limits[0], print_message).to_text()
     what = "the wait for the averaging server"
     registration = Registration.from_text(
-        gather_bytes(context.communicator, text.encode(), what)[0]
+        gather_bytes(context.group("all", "steps"), text.encode(), what)[0]
     )
     return MetServer(
         registration=registration,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.membership.generation import Group
@@ -20,7 +19,6 @@ from paceline.errors import ConfigError, Message
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.replica.state.checksums import name_ranks
-from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.wiring.membership import MemberLink
 
 
@@ -60,9 +58,7 @@ def make_run(
     limits = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
         run = undo.enter_context(open_run(group, store, device, limits, link, activities))
-        if config.model.sync_bn:
-            run.connect(GenerationContext.connect_layers)
-        run.connect(partial(connect_exchange, device=device, sync=config.sync.sync))
+        refuse_shared_gpu(run.context.sharing, config.sync.sync)
         undo.pop_all()
     return run
 
@@ -153,39 +149,6 @@ def connect(
     )
 
 
-def connect_exchange(context: GenerationContext, device: torch.device, sync: str) -> None:
-    """Connect the ranks' GPUs as a method needs them for the only exchange; collective.
-
-    Raises:
-        ConfigError: it needs NCCL, which doesn't connect ranks that share a GPU.
-        CommError: a worker didn't come in time.
-    """
-    refuse_shared_gpu(context.sharing, sync)
-    if has_collectives(context.sharing, device, sync):
-        context.connect_gradients()
-    if not context.sharing and adds_up_on_gpus(context.group, device, sync):
-        context.connect_machine()
-
-
-def connect_replica(context: GenerationContext, device: torch.device, sync: str) -> None:
-    """Connect the ranks for one of several exchanges; collective.
-
-    Raises:
-        ConfigError: as `connect_exchange`.
-        CommError: a rank didn't come in time.
-    """
-    refuse_shared_gpu(context.sharing, sync)
-    context.connect_replica(
-        gradients=has_collectives(context.sharing, device, sync),
-        intra_machine=not context.sharing and adds_up_on_gpus(context.group, device, sync),
-    )
-
-
-def has_collectives(sharing: Sequence[int], device: torch.device, sync: str) -> bool:
-    """Return whether a method may sum gradients by collectives on GPUs; equal on all ranks."""
-    return device.type == "cuda" and not sharing and sync in ("auto", "allreduce")
-
-
 def refuse_shared_gpu(sharing: Sequence[int], sync: str) -> None:
     """Refuse collectives of gradients where ranks share a GPU.
 
@@ -205,27 +168,12 @@ def refuse_shared_gpu(sharing: Sequence[int], sync: str) -> None:
         )
 
 
-def connect_rows(run: Run, model: nn.Module) -> Callable[[], Communicator | None]:
-    """Connect all ranks for a model's row-sparse gradients, if it may have any; collective.
-
-    Returns:
-        what returns the connection in the present generation, or None.
-
-    Raises:
-        CommError: a rank didn't come in time.
-    """
-    if not row_sparse_parameters(model):
-        return lambda: None
-    number = len(run.context.rows)
-    run.connect(GenerationContext.connect_rows)
-    return lambda: run.context.rows[number]
-
-
-def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:
+def adds_up_on_gpus(context: GenerationContext, sync: str) -> bool:
     """Return whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
 
     On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
     """
-    workers = group.generation.workers_per_machine
+    workers = context.world.generation.workers_per_machine
     several = len(workers) > 1 and max(workers) > 1
-    return sync == "notified" and device.type == "cuda" and several
+    on_gpus = context.device.type == "cuda" and not context.sharing
+    return sync == "notified" and on_gpus and several

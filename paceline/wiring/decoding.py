@@ -63,7 +63,7 @@ class Decoding:
             chosen or ("cuda" if self._gpu else "cpu"), measured=given == "auto"
         )
         self._thread = DecodeThread() if self._gpu else None
-        group = run.context.group
+        group = run.context.world
         # One core is the training process's own.
         limit = min(cores_per_worker(group.local_world_size) - 1, MAX_DECODE_WORKERS)
         workers = config.data.fixed_decode_workers
@@ -91,12 +91,12 @@ class Decoding:
             ConfigError: fewer samples than workers.
         """
         data = self._config.data
-        group = self._run.context.group
+        data_group = self._run.context.along("data")
         order = order_of(self._config, len(source), train=train)
-        if train and order.samples < group.size:
+        if train and order.samples < data_group.size:
             raise ConfigError(
                 f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
-                f"{group.size} workers; at least one sample per worker is needed."
+                f"{data_group.size} workers; at least one sample per worker is needed."
             )
         maker = self._maker(source, train=train)
         return DatabaseLoader(
@@ -154,8 +154,8 @@ class Decoding:
         count = torch.tensor([can], dtype=torch.float64)
         context = self._run.context
         return (
-            total(context.communicator, count, "the number of GPUs that can decode").item()
-            == context.group.size
+            total(context.group("all", "steps"), count, "the number of GPUs that can decode").item()
+            == context.world.size
         )
 
     def _can_use_gpu(self, given: str, chosen: str) -> bool:

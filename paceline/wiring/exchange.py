@@ -19,7 +19,7 @@ from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.generation.context import GenerationContext, Links
+from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
@@ -30,79 +30,123 @@ from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
 from paceline.replica.state.earlier_buffers import computed_buffers
-from paceline.replica.trained_parameters import Scope, TrainedParameters, table_parameters
+from paceline.replica.trained_parameters import (
+    Scope,
+    TrainedParameters,
+    row_sparse_parameters,
+    table_parameters,
+)
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
-from paceline.wiring.connections import connect_rows
+from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
+
+
+class ExchangeGroups:
+    """Groups of the ranks that exchange one pair of a model and an optimizer; collective.
+
+    Args:
+        run: the run, which opens them in later generations, too.
+        model: the model, which may have row-sparse gradients.
+        sync: the method, as it was given: "auto" may sum by collectives.
+        index: of the pair among several; None: it is the only one.
+
+    Attributes:
+        run: as given.
+        steps: purpose of the group for what the host knows.
+        gradients: purpose of the group for collectives where the model is; `steps` where a method
+            has none.
+
+    Raises:
+        ConfigError: the method needs NCCL, which doesn't connect ranks that share a GPU.
+        CommError: a rank didn't come in time.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, sync: str, index: int | None = None) -> None:
+        refuse_shared_gpu(run.context.sharing, sync)
+        number = "" if index is None else f"/{index}"
+        self.run = run
+        self._sync = sync
+        self._machine = f"gradients{number}"
+        self.steps = f"steps{number}"
+        self.gradients = f"gradients{number}" if sync in ("auto", "allreduce") else self.steps
+        self._rows = f"rows{number}" if row_sparse_parameters(model) else None
+        for purpose in filter(None, (self.steps, self.gradients, self._rows)):
+            run.open("data", purpose)
+
+    @property
+    def rows(self) -> Communicator | None:
+        """Connects all ranks for row-sparse gradients; None: there are none."""
+        return None if self._rows is None else self.run.context.group("data", self._rows)
+
+    def open_machine(self) -> Communicator | None:
+        """Connect the workers of each machine, where their GPUs sum first; else return None."""
+        context = self.run.context
+        sums = adds_up_on_gpus(context, self._sync)
+        return context.group("machine", self._machine) if sums else None
+
+    def end_startup(self) -> None:
+        """Use the shorter timeouts of later steps from now on."""
+        self.run.context.end_startup(self.steps, self.gradients)
+
 
 _MakeSynchronizer = Callable[
-    [
-        Sequence[Bucket],
-        Run,
-        Optimizer,
-        RunningStatistics,
-        SyncConfig,
-        Links,
-        Communicator | None,  # of row-sparse gradients
-    ],
-    Synchronizer,
+    [Sequence[Bucket], Optimizer, RunningStatistics, SyncConfig, ExchangeGroups], Synchronizer
 ]
 
 
 def _allreduce(
     buckets: Sequence[Bucket],
-    run: Run,
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
-    links: Links,
-    rows: Communicator | None,
+    groups: ExchangeGroups,
 ) -> Synchronizer:
+    run = groups.run
     return make_allreduce(
         buckets,
-        links.gradients,
+        run.context.group("data", groups.gradients),
         make_updater(optimizer, buckets),
         statistics,
         run.recorder,
-        partial(_end_startup, run.context, links),
-        rows,
+        groups.end_startup,
+        groups.rows,
     )
 
 
 def _notified(
     buckets: Sequence[Bucket],
-    run: Run,
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
-    links: Links,
-    rows: Communicator | None,
+    groups: ExchangeGroups,
     *,
     tables: frozenset[Tensor],
 ) -> Synchronizer:
+    run = groups.run
     context = run.context
-    alone = config.transport == "nixl" and links.intra_machine is None  # it shares no memory
+    machine = groups.open_machine()
     options = PutOptions(
         open_window=partial(
             context.open_window,
             transport=config.transport,
             connections=config.connections or 1,
             trace=run.trace,
-            leaders=links.intra_machine is not None,
+            leaders=machine is not None,
         ),
-        topology=Topology.of([1] * context.group.size) if alone else context.topology,
+        # NIXL shares no memory.
+        topology=topology_of(context, alone=config.transport == "nixl" and machine is None),
         limits=context.limits,
         activities=context.activities,
-        end_startup=partial(_end_startup, context, links),
+        end_startup=groups.end_startup,
         codec=CODECS[config.wire],
         recorder=run.recorder,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
-        intra_machine=links.intra_machine,
-        rows=rows,
+        machine=machine,
+        rows=groups.rows,
         tables=tables,
         bucket_mb=config.bucket_bytes / 2**20,
     )
@@ -111,10 +155,10 @@ def _notified(
     return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
 
 
-def _end_startup(context: GenerationContext, links: Links) -> None:
-    context.end_startup()
-    links.communicator.end_startup()
-    links.gradients.end_startup()
+def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
+    """Return the groups of ranks that share memory: those of a machine, or each rank alone."""
+    lines = context.mesh.lines("machine")
+    return Topology(groups=tuple((r,) for line in lines for r in line) if alone else lines)
 
 
 # What makes a synchronizer of a model's buckets, by the names of `config.world.METHODS`.
@@ -135,7 +179,7 @@ def _method(buckets: Sequence[Bucket], config: SyncConfig, run: Run) -> str:
 
 def _alone(config: SyncConfig, run: Run) -> bool:
     """Return whether nothing is exchanged: one rank updates the whole model."""
-    return run.context.group.size == 1 and config.update != "sharded"
+    return run.context.along("data").size == 1 and config.update != "sharded"
 
 
 def _plan(config: SyncConfig, run: Run, bind: MakeSynchronizer) -> ExchangePlan:
@@ -223,7 +267,7 @@ def replicate(
         ConfigError: model or optimizer can't be exchanged.
         CommError: a peer was lost, or silent.
     """
-    rows = connect_rows(run, model)
+    groups = ExchangeGroups(run, model, config.sync)
 
     def plan(config: SyncConfig) -> ExchangePlan:
         def bind(buckets: Sequence[Bucket]) -> Synchronizer:
@@ -232,10 +276,9 @@ def replicate(
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            method = _method(buckets, config, run)
-            links, make = run.context.links(None), SYNCHRONIZERS[method](model)
-            made = make(buckets, run, optimizer, statistics, config, links, rows())
-            run.context.synchronizers[0] = made
+            make = SYNCHRONIZERS[_method(buckets, config, run)](model)
+            made = make(buckets, optimizer, statistics, config, groups)
+            run.context.keep("synchronizer", made)
             return made
 
         return _plan(config, run, bind)
@@ -246,7 +289,7 @@ def replicate(
 
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
-    machines = run.context.group.generation.workers_per_machine
+    machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(config, trained, machines, device, run.context.sharing)
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
@@ -255,12 +298,11 @@ def replicate(
     replica = Replica(
         model,
         optimizer,
-        lambda: run.context.communicator,
+        run,
         lambda: plan(autotuner.begin_generation()),
         share=share,
         next_plan=next_plan if len(candidates) > 1 else None,
-        recorder=run.recorder,
-        buffers=_broadcast(model, run, device) if buffers == "broadcast" else None,
+        buffers=_broadcast(model, run) if buffers == "broadcast" else None,
     )
     if predictor is not None:
         replica.on_close(predictor.restart)
@@ -289,23 +331,17 @@ class GroupedOptions:
     buffers: str = "broadcast"
 
 
-def _broadcast(model: nn.Module, run: Run, device: torch.device) -> BufferBroadcast:
+def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
     """Make what broadcasts a model's buffers; collective on GPUs, where it has any."""
-
-    def devices() -> Communicator:
-        if device.type == "cuda" and run.context.buffers is None:
-            run.connect(GenerationContext.connect_buffers)
-        return run.context.buffers or run.context.communicator
-
     if next(computed_buffers(model), None) is not None:
-        devices()
-    return BufferBroadcast(model, lambda: run.context.communicator, devices)
+        run.open("data", "buffers")
+    return BufferBroadcast(model, run)
 
 
 def replicate_grouped(
     model: nn.Module, optimizer: Optimizer, run: Run, options: GroupedOptions
 ) -> GroupedReplica:
-    """Bind one of several models and optimizers; as `replicate`, after `connect_replica`.
+    """Bind one of several models and optimizers; as `replicate`.
 
     Args:
         model: the same on all ranks but for its values.
@@ -313,33 +349,32 @@ def replicate_grouped(
         run: the run, whose ranks exchange.
         options: of the replica.
     """
-    index, rows = options.index, connect_rows(run, model)
+    groups = ExchangeGroups(run, model, options.config.sync, options.index)
 
     def bind(buckets: Sequence[Bucket]) -> Synchronizer:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
-        method = _method(buckets, config, run)
-        links, make = run.context.links(index), SYNCHRONIZERS[method](model)
-        made = make(buckets, run, optimizer, no_statistics, config, links, rows())
-        run.context.synchronizers[index] = made
+        make = SYNCHRONIZERS[_method(buckets, config, run)](model)
+        made = make(buckets, optimizer, no_statistics, config, groups)
+        run.context.keep(f"synchronizer/{options.index}", made)
         return made
 
     trained = TrainedParameters.of(model, optimizer, options.scope)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
-    machines = run.context.group.generation.workers_per_machine
+    machines = run.context.world.generation.workers_per_machine
     sharing = run.context.sharing
     candidates = candidates_of(options.config, trained, machines, device, sharing)
     config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
     replica = GroupedReplica(
         model,
         optimizer,
-        lambda: run.context.links(index).communicator,
-        lambda: run.context.links(index).gradients,
+        run,
         lambda: _plan(config, run, bind),
         share=options.share,
-        recorder=run.recorder,
         scope=options.scope,
-        buffers=_broadcast(model, run, device) if options.buffers == "broadcast" else None,
+        purpose=groups.steps,
+        gradients=groups.gradients,
+        buffers=_broadcast(model, run) if options.buffers == "broadcast" else None,
     )
     if run.trace is not None and options.scope.first:
         run.trace.resources.callback(watch_passes(model, run.trace))

@@ -181,14 +181,14 @@ class MemberLink:
             folder: its folder on this machine; None: it saves no checkpoints.
         """
         self._folder = folder
-        self._run, self._generation = run, run.context.group.generation
+        self._run, self._generation = run, run.context.world.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
         run.lease_lasts = self._membership.lease_lasts
         run.report_progress = lambda step: self._membership.report_progress(
-            run.context.group.generation, step
+            run.context.world.generation, step
         )
-        run.require_member = lambda: self._membership.require_member(run.context.group.generation)
+        run.require_member = lambda: self._membership.require_member(run.context.world.generation)
         run.when_entered(self._report_risk)
         self._report_risk()
 
@@ -199,7 +199,7 @@ class MemberLink:
             context.interrupt()
             self.backup.interrupt()
 
-        self._membership.attach(context.group.generation, interrupt)
+        self._membership.attach(context.world.generation, interrupt)
 
     @property
     def activities(self) -> PeerActivities:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from paceline.comm.communicator import Communicator
 from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
+from paceline.generation.run import Run
 from paceline.models.compiled_blocks import blocks
 from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import build_model
@@ -34,7 +34,7 @@ _KINDS = {"cpu": "processor", "cuda": "GPU"}
 def make_model(
     config: TrainConfig,
     device: torch.device,
-    layers: Callable[[], Communicator] | None = None,
+    run: Run | None = None,
     share: BatchShare | None = None,
     report: Callable[[str], object] = lambda note: None,
 ) -> nn.Module:
@@ -43,8 +43,8 @@ def make_model(
     Args:
         config: names the model.
         device: where it computes.
-        layers: returns what connects the ranks of the layers that --sync_bn replaces, or that are
-            torch's `SyncBatchNorm`; None: none is replaced.
+        run: the run, whose ranks the layers connect that --sync_bn replaces, or that are torch's
+            `SyncBatchNorm`; None: none is replaced.
         share: this rank's share of each step; the replica's.
         report: receives sentences about weights that are skipped, and about such layers.
 
@@ -61,8 +61,8 @@ def make_model(
             report(note)
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-    if layers is not None and share is not None:
-        model = _synchronise(model, config, layers, share, report)
+    if run is not None and share is not None:
+        model = _synchronise(model, config, run, share, report)
     if config.model.compile:
         compile_blocks(blocks(model))
     return model
@@ -71,7 +71,7 @@ def make_model(
 def _synchronise(
     model: nn.Module,
     config: TrainConfig,
-    layers: Callable[[], Communicator],
+    run: Run,
     share: BatchShare,
     report: Callable[[str], object],
 ) -> nn.Module:
@@ -79,7 +79,7 @@ def _synchronise(
     names = batch_norms(model, every=every, averaged=config.sync.sync == "average")
     if names and not every:
         report(synchronised_note(names))
-    return convert_sync_batchnorm(model, layers, share, every=every)
+    return convert_sync_batchnorm(model, run, share, every=every)
 
 
 def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, object]) -> None:

@@ -37,8 +37,8 @@ def build_trace(
     if steps is None:
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
-    machine = run.context.group.machine
-    return Trace(path, steps, lambda: run.context.communicator, machine, report=report)
+    machine = run.context.world.machine
+    return Trace(path, steps, run, machine, report=report)
 
 
 def member_check(run: Run) -> MemberCheck:
@@ -76,11 +76,11 @@ def build_machine_recorder(run: Run) -> LeaderRecorder:
     """Make what shows a run's progress on a machine without the leader, in each generation."""
 
     def is_shown_here() -> bool:
-        group = run.context.group
+        group = run.context.world
         return group.local_rank == 0 and group.machine != group.generation.members[0].machine
 
     def open_console() -> list[Recorder]:
-        group = run.context.group
+        group = run.context.world
         return [MachineConsole(group.machine, group.generation.members[0].machine)]
 
     recorder = LeaderRecorder(is_shown_here, open_console)
@@ -110,7 +110,7 @@ def build_recorder(
         others: receive all events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    optim, group = config.optim, run.context.group
+    optim, group = config.optim, run.context.world
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
         folder,

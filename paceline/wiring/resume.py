@@ -195,7 +195,7 @@ def find_start(
             steps.
         PacelineError: the folder can't be read or written.
     """
-    group = run.context.group
+    group = run.context.world
     own = look_into(folder, output, identity) if first_of_machine(group) else None
     records = gather_records(run, own)
     start = _choose(output, folder, run, records)
@@ -203,7 +203,7 @@ def find_start(
     totals = totals_before(records, start.position.epoch)
     run.start_at(number, ancestors=start.ancestors, start=start.position.number)
     run.record_number = partial(_record, folder)
-    run.record_number(run.context.group)
+    run.record_number(run.context.world)
     given = GivenHyperparameters(reset_optimizer=output.reset_optimizer)
     return replace(start, generation=number, totals=totals, given=given)
 
@@ -282,7 +282,7 @@ def _choose(
     records: Mapping[int, FolderRecord],
 ) -> Start:
     """Read the newest checkpoint that can be read; collective."""
-    group = run.context.group
+    group = run.context.world
     found, notes = candidates(records, group.generation)
     known = known_lineages(records)
     for candidate in found:
@@ -315,7 +315,7 @@ def _choose(
 
 
 def _fetch(run: Run, candidate: Candidate) -> dict[str, Any]:
-    path = candidate.paths.get(run.context.group.machine)
+    path = candidate.paths.get(run.context.world.machine)
     return fetch_checkpoint(run, path, candidate.file.size)
 
 

@@ -17,7 +17,6 @@ from paceline.config.average import require_merge
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
-from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
@@ -52,7 +51,6 @@ from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.sources import Databases, order_of
-from paceline.wiring.speeds import make_waited
 
 _NO_HYPERPARAMETERS = ("batch_size", "max_loss", "max_loss_at")  # the batch size can't be edited
 
@@ -102,12 +100,12 @@ def build_trainer(
         make_model,
         replace(config, model=replace(config.model, load_model_path=weights_file)),
         device,
-        run.layers,
+        run,
     )
     model = new_model(share, lambda note: recorder.event("note", text=note))
     agree(model)
-    if run.context.layers is None and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
-        run.connect(GenerationContext.connect_layers)
+    if any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        run.open("data", "layers")
     position = start.position
     decoding = Decoding(config, run, device, position.decode_device)
     resources = ExitStack()
@@ -116,7 +114,6 @@ def build_trainer(
     speeds = WorkerSpeeds(
         run,
         position,
-        make_waited(run, lambda: [replica], [share]),
         measured=config.sync.shares == "measured",
         report=lambda note: recorder.event("note", text=str(note)),
     )
@@ -315,7 +312,7 @@ def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWat
     )
     return LossWatch(
         run.recorder,
-        generation=lambda: run.context.group.generation.number,
+        generation=lambda: run.context.world.generation.number,
         leads=lambda: run.leads,
         max_loss=config.optim.max_loss,
         remedy=remedy,

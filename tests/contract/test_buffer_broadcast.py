@@ -23,6 +23,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 
 STEPS, WIDTH = 4, 6
 States = list[dict[str, Tensor]]
@@ -112,8 +113,9 @@ def train(
         return make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
 
     plan = ExchangePlan(make_synchronizer=make, bucket_bytes=200)  # type: ignore[arg-type]
-    buffers = None if own else BufferBroadcast(model, lambda: c, lambda: c)
-    replica = Replica(model, optimizer, lambda: c, lambda: plan, buffers=buffers)
+    run = run_of(c)
+    buffers = None if own else BufferBroadcast(model, run)
+    replica = Replica(model, optimizer, run, lambda: plan, buffers=buffers)
     random, states = torch.Generator().manual_seed(c.rank), []
     for number in range(STEPS):
         change(model, number, c.rank)
@@ -250,7 +252,7 @@ def test_bits_of_every_dtype_arrive() -> None:
         for index, value in enumerate([*values, channels_last]):
             own = value if c.rank == 0 else torch.zeros_like(value)
             module.register_buffer(f"b{index}", own.clone())
-        buffers = BufferBroadcast(module, lambda: c, lambda: c)
+        buffers = BufferBroadcast(module, run_of(c))
         buffers.begin_generation()
         buffers.send()
         buffers.install()

@@ -30,6 +30,7 @@ from tests.harness.equivalence.large_batch import (
     replicate,
     sgd,
 )
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
 # Warnings of torch.compile's own.
@@ -96,7 +97,7 @@ def test_compiled_blocks_train_as_others_do(backend: str, norm: bool) -> None:
     names = list(model.state_dict())
     optimizer = sgd(model)
     if norm:
-        model = convert_sync_batchnorm(model, lambda: ThreadGroup(1).communicator(0), share)
+        model = convert_sync_batchnorm(model, run_of(), share)
     compile_blocks(blocks(model), backend)
     communicator = ThreadGroup(1).communicator(0)
     replica = replicate(model, optimizer, communicator, 500, share=share)

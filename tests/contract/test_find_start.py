@@ -56,8 +56,8 @@ def start(
         group = world_of(workers, c.rank)
         run = run_of(c, group)
         found = find_start(output, folders[group.machine], {}, run)
-        assert run.context.group.generation.number == found.generation
-        assert run.context.group.generation.start == found.position.number
+        assert run.context.world.generation.number == found.generation
+        assert run.context.world.generation.start == found.position.number
         return found
 
     return run_ranks(sum(workers), find)

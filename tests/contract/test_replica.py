@@ -27,6 +27,7 @@ from tests.harness.equivalence.large_batch import (
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
@@ -212,7 +213,7 @@ def test_running_statistics_are_weighted_by_samples(by_puts: bool) -> None:
 def test_statistics_of_one_model_among_several_are_weighted_by_samples() -> None:
     def exchange(communicator: Communicator) -> torch.Tensor:
         model = nn.BatchNorm1d(2, affine=False).double()
-        statistics = ModelStatistics(model, lambda: communicator)
+        statistics = ModelStatistics(model, run_of(communicator), "steps")
         model.running_mean.fill_((1.0, 4.0, math.nan)[communicator.rank])  # type: ignore[union-attr, operator]
         statistics.exchange((0.75, 0.25, 0.0)[communicator.rank])
         statistics.install()

@@ -26,6 +26,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
@@ -333,7 +334,7 @@ def test_a_copy_of_a_model_with_sync_bn_evaluates_by_itself() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     layers = Counting(ThreadGroup(1), 0)
     share = BatchShare()
-    synced = convert_sync_batchnorm(model, lambda: layers, share)
+    synced = convert_sync_batchnorm(model, run_of(layers), share)
     replica = replicate(synced, sgd(synced), ThreadGroup(1).communicator(0), 2_000, share=share)
     x = torch.randn(5, 4, dtype=torch.float64)
     with replica.step(0, 1.0):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
-from paceline.recorder import NullRecorder
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.group import ReplicaGroup
@@ -26,6 +25,7 @@ from paceline.state.snapshots import SnapshotName
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 LIMIT = 20.0
@@ -90,12 +90,12 @@ def replica_of(
     return GroupedReplica(
         model,
         optimizer,
-        lambda: communicator,
-        lambda: communicator,
+        run_of(communicator),
         lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=10**6),  # type: ignore[arg-type]
         share=BatchShare(),
-        recorder=NullRecorder(),
         scope=Scope(),
+        purpose="steps",
+        gradients="steps",
     )
 
 

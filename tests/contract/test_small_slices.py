@@ -91,8 +91,7 @@ def test_a_last_batch_of_one_sample_is_refused_in_the_first_step() -> None:
 
 
 def test_a_last_batch_of_one_sample_is_refused_with_sync_bn_too() -> None:
-    layers = run_of().context.communicator
-    model = convert_sync_batchnorm(after_linear(), lambda: layers, BatchShare())
+    model = convert_sync_batchnorm(after_linear(), run_of(), BatchShare())
     with pytest.raises(ConfigError, match="BatchNorm 2 gets one value per channel"):
         least_of(lambda: model, Order(size=17, batch_size=8), 1)
 

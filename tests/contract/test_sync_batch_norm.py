@@ -24,6 +24,7 @@ from paceline.update.batch_norm import (
     convert_sync_batchnorm,
 )
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 SHAPE = (9, 4, 5, 6)
@@ -51,7 +52,7 @@ def alone_and_together(
     def run(communicator: Communicator) -> dict[str, Tensor]:
         first, last = CUTS[communicator.rank]
         share = share_of(first, last, len(x))
-        own = convert_sync_batchnorm(copy.deepcopy(layer), lambda: communicator, share)
+        own = convert_sync_batchnorm(copy.deepcopy(layer), run_of(communicator), share)
         inputs = x[first:last].clone(memory_format=torch.preserve_format).requires_grad_()
         output = own(inputs)
         (output * upstream[first:last]).sum(list(range(1, x.dim()))).mean().backward()
@@ -119,7 +120,7 @@ def test_statistics_are_stable_far_from_zero(offset: float) -> None:
 
 def test_channels_last_stays_channels_last() -> None:
     def run(communicator: Communicator) -> None:
-        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), lambda: communicator, BatchShare())
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), run_of(communicator), BatchShare())
         x = torch.randn(SHAPE).to(memory_format=torch.channels_last).requires_grad_()
         output = layer(x)
         output.backward(torch.randn_like(output))
@@ -148,7 +149,7 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
     model.first.register_forward_hook(lambda *_: calls.append("hook"))
     parameters, names = list(model.parameters()), list(model.state_dict())
     communicator = ThreadGroup(1).communicator(0)
-    converted: Any = convert_sync_batchnorm(model, lambda: communicator, BatchShare())
+    converted: Any = convert_sync_batchnorm(model, run_of(communicator), BatchShare())
     assert converted is model
     assert list(model.state_dict()) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -163,9 +164,7 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
 
 
 def test_a_model_that_is_a_batch_norm_is_replaced() -> None:
-    converted = convert_sync_batchnorm(
-        nn.BatchNorm1d(3), lambda: ThreadGroup(1).communicator(0), BatchShare()
-    )
+    converted = convert_sync_batchnorm(nn.BatchNorm1d(3), run_of(), BatchShare())
     assert type(converted) is SyncBatchNorm
 
 
@@ -174,7 +173,7 @@ def test_nothing_is_exchanged_in_evaluation() -> None:
         for tracks in (True, False):
             plain = nn.BatchNorm1d(4, track_running_stats=tracks)
             layer = convert_sync_batchnorm(
-                copy.deepcopy(plain), lambda: communicator, BatchShare()
+                copy.deepcopy(plain), run_of(communicator), BatchShare()
             ).eval()
             x = torch.randn(6, 4)
             if communicator.rank == 0:  # alone
@@ -188,7 +187,7 @@ def test_one_value_a_channel_on_each_rank_is_enough() -> None:
 
     def run(communicator: Communicator) -> Tensor:
         layer: Any = convert_sync_batchnorm(
-            nn.BatchNorm1d(2, momentum=1.0), lambda: communicator, share_of(0, 1, 2)
+            nn.BatchNorm1d(2, momentum=1.0), run_of(communicator), share_of(0, 1, 2)
         )
         layer(x[communicator.rank : communicator.rank + 1])
         return torch.stack([layer.running_mean, layer.running_var])
@@ -202,7 +201,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
 
     def run(communicator: Communicator) -> None:
         share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a placeholder sample
-        convert_sync_batchnorm(copy.deepcopy(model), lambda: communicator, share)(torch.ones(1, 2))
+        convert_sync_batchnorm(copy.deepcopy(model), run_of(communicator), share)(torch.ones(1, 2))
 
     with pytest.raises(ConfigError, match="1: the global batch has one value per channel"):
         run_ranks(2, run)
@@ -210,7 +209,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
 
 def test_equal_statistics_are_not_averaged_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
-    synced = convert_sync_batchnorm(model, lambda: ThreadGroup(1).communicator(0), BatchShare())
+    synced = convert_sync_batchnorm(model, run_of(), BatchShare())
     flat = RunningStatistics(synced).flat
     assert flat is not None
     assert flat.numel() == 6  # the InstanceNorm's
@@ -219,7 +218,7 @@ def test_equal_statistics_are_not_averaged_again() -> None:
 def test_a_silent_peer_is_named_with_the_layer() -> None:
     communicator = ThreadGroup(2, timeout=0.01).communicator(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    layer = convert_sync_batchnorm(model, lambda: communicator, BatchShare())
+    layer = convert_sync_batchnorm(model, run_of(communicator), BatchShare())
     with pytest.raises(CommTimeout, match=r"waiting for ranks \[1\] in the forward of 1"):
         layer(torch.ones(2, 2))
 
@@ -235,7 +234,7 @@ class CountsStartups(ThreadCommunicator):
 
 def test_the_start_up_is_over_with_the_first_step() -> None:
     communicator, share = CountsStartups(ThreadGroup(1), 0), BatchShare()
-    layer = convert_sync_batchnorm(nn.BatchNorm1d(2), lambda: communicator, share)
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2), run_of(communicator), share)
     share.begin(1.0)
     layer(torch.randn(3, 2))
     assert communicator.ended_startups == 0
@@ -272,7 +271,7 @@ def in_a_transform(layer: nn.Module, x: Tensor) -> None:
 def test_other_derivatives_are_refused(use: Any, what: str) -> None:
     def run(communicator: Communicator) -> bool:
         model = nn.Sequential(nn.BatchNorm2d(4))
-        convert_sync_batchnorm(model, lambda: communicator, share_of(0, 9, 9))
+        convert_sync_batchnorm(model, run_of(communicator), share_of(0, 9, 9))
         x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
         with pytest.raises(ConfigError, match=rf"^0 is {what}.*sync_bn=True.*nn\.GroupNorm"):
             use(model, x)
@@ -305,7 +304,7 @@ def test_torchs_own_layers_are_found_and_replaced_without_the_argument() -> None
     assert batch_norms(model, every=False) == ["1"]
     assert batch_norms(model, every=True) == ["1", "2"]
     layers = ThreadGroup(1).communicator(0)
-    convert_sync_batchnorm(model, lambda: layers, BatchShare(), every=False)
+    convert_sync_batchnorm(model, run_of(layers), BatchShare(), every=False)
     assert type(model[1]) is SyncBatchNorm
     assert type(model[2]) is nn.BatchNorm1d
     assert batch_norms(model, every=False) == ["1"]  # another world replaces it again

@@ -46,17 +46,17 @@ class Rank:
         *,
         measured: bool = True,
     ) -> None:
-        self.costs, self.now, self.waits, self.rank = costs, 0.0, 0.0, communicator.rank
+        self.costs, self.now, self.rank = costs, 0.0, communicator.rank
         self.position, self.said = position or Position(), list[Message]()
         self.recorder = Events()
         self.run = run_of(communicator, recorder=self.recorder)
         self.speeds = WorkerSpeeds(
             self.run,
             self.position,
-            lambda: self.waits,
             measured=measured,
             report=self.said.append,
-            clock=lambda: self.now,
+            # Summaries are awaited in real time, which the speeds subtract.
+            clock=lambda: self.now + self.run.context.summaries.waited,
         )
         self.speeds.batch_size = ORDER.batch_size
 
@@ -71,7 +71,7 @@ class Rank:
                     self.speeds.receive(summary)
             times = [1e-3 * ms * max(1, n) for ms, n in zip(self.costs, counts, strict=True)]
             self.now += max(times)
-            self.waits += max(times) - times[self.rank]
+            self.run.context.add_wait(max(times) - times[self.rank])
             reported = self.speeds.times(place) if number >= self.speeds.due else ()
             summaries.send(number, torch.zeros(0).double(), stop=False, times=reported)
             made.append(counts)

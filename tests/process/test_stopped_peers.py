@@ -40,9 +40,10 @@ class Rank:
         store = FileStore(str(folder / "store"), c.world_size)
         connecting = partial(connect, store=store, device=CPU, limits=LIMITS)
         self.context = GenerationContext(group, connecting, device=CPU, limits=LIMITS)
-        self.context.connect_layers()
-        run, share = Run(context=self.context), BatchShare()
-        self.norm = convert_sync_batchnorm(nn.BatchNorm1d(WIDTH), run.layers, share)
+        run = Run(context=self.context)
+        run.open("data", "layers")
+        share = BatchShare()
+        self.norm = convert_sync_batchnorm(nn.BatchNorm1d(WIDTH), run, share)
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         config = SyncConfig(sync="notified", bucket_mb=1)
@@ -59,8 +60,7 @@ class Rank:
 
     def wait_for(self, what: str) -> None:
         """Wait for what stopped peers don't send."""
-        assert self.context.layers is not None
-        self.context.layers.all_reduce(torch.ones(WIDTH * WIDTH))
+        self.context.group("data", "layers").all_reduce(torch.ones(WIDTH * WIDTH))
         self.train(STEPS)
         self.entering.set()
         if what == "layers":

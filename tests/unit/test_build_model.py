@@ -20,7 +20,6 @@ from paceline.replica.compiled_modules import is_compiled
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 from tests.harness.processes.worlds import run_of, world_of
-from tests.harness.twins.communicator import ThreadGroup
 
 CPU = torch.device("cpu")
 
@@ -37,7 +36,7 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
     run = build.make_run(config, world_of(), HashStore(), CPU)
-    model = build.make_model(config, CPU, run.layers, BatchShare())
+    model = build.make_model(config, CPU, run, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
     run.context.close()
@@ -45,23 +44,20 @@ def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
 
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
-    with build.make_run(config, world_of(), HashStore(), CPU) as run:
-        assert run.context.layers is None
     assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_torchs_own_layers_are_replaced_without_the_flag_and_with_a_line() -> None:
     notes: list[str] = []
     config = config_of("--model", "tests.unit.test_build_model:synchronised")
-    layers = ThreadGroup(1).communicator(0)
-    model = build.make_model(config, CPU, lambda: layers, BatchShare(), notes.append)
+    model = build.make_model(config, CPU, run_of(), BatchShare(), notes.append)
     assert kinds(model) == {SyncBatchNorm}
     assert notes == [
         "the model's SyncBatchNorm (1) normalises by the global batch, as with --sync_bn."
     ]
     config = config_of("--model", "tests.unit.test_build_model:synchronised", "--sync", "average")
     with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm, but with --sync average"):
-        build.make_model(config, CPU, lambda: layers, BatchShare())
+        build.make_model(config, CPU, run_of(), BatchShare())
 
 
 def synchronised(num_labels: int) -> nn.Module:
@@ -71,9 +67,10 @@ def synchronised(num_labels: int) -> nn.Module:
 def test_both_connections_of_one_store_are_apart() -> None:
     with build.make_run(config_of("--sync_bn"), world_of(), HashStore(), CPU) as run:
         context = run.context
-        assert context.layers is not context.communicator
-        for communicator in (context.communicator, context.layers):
-            assert communicator is not None
+        steps = context.group("data", "steps")
+        layers = context.group("data", "layers")
+        assert layers is not steps
+        for communicator in (steps, layers):
             tensor = torch.ones(3)
             communicator.all_reduce(tensor).wait("a sum")
             assert torch.equal(tensor, torch.ones(3))
@@ -115,8 +112,7 @@ def test_bfloat16_is_allowed_where_it_is_computed_or_insisted_on() -> None:
 def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     """The pieces as a worker puts them together: layers' connection, share, replica."""
     config, share = config_of("--sync_bn"), BatchShare()
-    layers = ThreadGroup(1).communicator(0)
-    model = build.make_model(config, CPU, lambda: layers, share)
+    model = build.make_model(config, CPU, run_of(), share)
     optimizer = build.make_optimizer(model, config.optim, 4)
     replica = build.replicate(model, optimizer, run_of(), SyncConfig(), share)
     with replica.step(0, 1.0):

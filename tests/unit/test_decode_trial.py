@@ -63,6 +63,6 @@ def test_a_resumed_run_keeps_the_decision() -> None:
 def test_a_new_generation_begins_the_trial_anew() -> None:
     trial = Trial(0.06, 0.1)
     assert trial.steps(0, 30)[-1] == "cpu"
-    group = trial.run.context.group
-    trial.run.context.group = replace(group, generation=replace(group.generation, token="another"))
+    context = trial.run.context
+    context.begin(replace(context.world.generation, token="another"))
     assert trial.steps(25, 60) == ["cuda"] * 14 + ["cpu"] * 18 + ["cuda"] * 28

@@ -14,6 +14,7 @@ from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout
 from paceline.generation.context import GenerationContext
+from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import world_of
@@ -38,7 +39,7 @@ def context_of(notes: list[str], group: Group | None = None) -> GenerationContex
 
     cpu = torch.device("cpu")
     context = GenerationContext(group or world_of(), connect, device=cpu, limits=(5.0, 5.0))
-    context.connect_layers()
+    context.group("data", "layers")
     return context
 
 
@@ -57,12 +58,62 @@ def test_connections_are_aborted_where_their_use_fails() -> None:
     assert notes == ["abort layers", "abort steps"]
 
 
-def test_a_machine_of_one_worker_needs_no_connection() -> None:
-    notes: list[str] = []
-    with context_of(notes) as context:
-        context.connect_machine()
-        assert context.intra_machine is not None
-    assert notes == ["close layers", "close steps"]
+def test_ranks_of_a_line_are_connected_once_a_purpose() -> None:
+    opened: list[tuple[str, tuple[int, ...], int]] = []
+
+    def connect(group: Group, purpose: str) -> Recorded:
+        opened.append((purpose, group.ranks, group.rank))
+        return Recorded(purpose, [])
+
+    cpu, world = torch.device("cpu"), world_of((2, 2), rank=2)
+    mesh = Mesh(machines=(0, 0, 1, 1), axes=(("stage", 2), ("data", 2)))
+    with GenerationContext(world, connect, device=cpu, limits=(5.0, 5.0), mesh=mesh) as context:
+        for _ in range(2):
+            for axis in ("all", "stage", "data", "machine"):
+                context.group(axis, "layers/1")
+        assert context.group("data", "gradients/1") is context.group("data", "steps/1")
+        assert context.group("data", "steps/1") is not context.group("data", "steps")
+        assert context.summaries.communicator is context.group("all", "steps")
+        assert context.group("data", "steps") is not context.group("all", "steps")
+    assert opened[:4] == [
+        ("steps", (0, 1, 2, 3), 2),
+        ("layers/1", (0, 1, 2, 3), 2),
+        ("stage/0/layers/1", (0, 2), 1),
+        ("data/2/layers/1", (2, 3), 0),
+    ]
+    assert [purpose for purpose, *_ in opened[4:]] == ["data/2/steps/1", "data/2/steps"]
+
+
+def test_where_each_rank_has_the_whole_model_summaries_take_no_connection_of_their_own() -> None:
+    with context_of([], world_of((2, 1), rank=1)) as context:
+        assert context.along("data").ranks == context.along("all").ranks == (0, 1, 2)
+        assert context.along("machine").ranks == (0, 1)
+        assert context.group("data", "steps") is context.group("all", "steps")
+        assert context.group("data", "buffers") is context.summaries.communicator
+
+
+class Waits:
+    """Something that waits for peers, and notes its end."""
+
+    def __init__(self, waited: float) -> None:
+        self.waited, self.closed = waited, 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_waits_of_what_is_kept_add_up_over_its_successors() -> None:
+    first, second, other = Waits(1.0), Waits(2.0), Waits(0.5)
+    with context_of([]) as context:
+        context.keep("synchronizer", first)
+        context.keep("synchronizer/1", other)
+        assert context.waited == 1.5
+        context.keep("synchronizer", second)
+        context.add_wait(0.25)
+        assert context.waited == 3.75
+        second.waited += 1.0
+        assert context.waited == 4.75
+    assert (first.closed, second.closed, other.closed) == (0, 1, 1)
 
 
 def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less() -> None:
@@ -91,28 +142,28 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
 def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
     notes: list[str] = []
     run = Run(context=context_of(notes), make_context=partial(context_of, notes))
-    layers, asked = run.layers(), run.rank_and_size
-    run.connect(GenerationContext.connect_machine)
+    for purpose in ("rows", "layers", "rows"):
+        run.open("data", purpose)
+    layers, asked = run.context.group("data", "layers"), run.rank_and_size
     run.enter(world_of((1, 2), 0, token="another", number=1))
     assert asked() == (0, 3)
-    assert run.layers() is not layers
-    assert run.context.intra_machine is not None
-    assert notes == ["abort layers", "abort steps"]
+    assert run.context.group("data", "layers") is not layers
+    assert notes == ["abort rows", "abort layers", "abort steps"]
     with run:
         pass
-    assert notes[2:] == ["close layers", "close steps"]
+    assert notes[3:] == ["close rows", "close layers", "close steps"]
 
 
 def test_the_first_generation_is_numbered_without_another_connection() -> None:
     notes: list[str] = []
     run = Run(context=context_of(notes))
-    communicator, unnumbered = run.context.communicator, run.context.group
+    communicator, unnumbered = run.context.group("data", "steps"), run.context.world
     run.start_at(7)
-    assert run.context.group.generation.number == 7
-    assert run.context.group == replace(
+    assert run.context.along("data").generation.number == 7
+    assert run.context.world == replace(
         unnumbered, generation=replace(unnumbered.generation, number=7)
     )
-    assert run.context.communicator is communicator
+    assert run.context.group("data", "steps") is communicator
     assert notes == []
 
 
@@ -159,7 +210,7 @@ def test_what_opens_after_an_interrupt_is_interrupted_too() -> None:
     )
     context.interrupt()
     assert notes == ["interrupted"]
-    context.connect_layers()
+    context.group("data", "layers")
     assert notes == ["interrupted"] * 2
     window = context.open_window(8, 1)
     context.abort()

@@ -165,7 +165,7 @@ def test_only_a_generations_context_keeps_its_ranks_and_connections() -> None:
     [
         "self._rank = 0",
         "self.size, self._world_size = 1, 2",
-        "self._size = run.context.group.size; self._number = run.context.group.rank",
+        "self._size = run.context.world.size; self._number = run.context.world.rank",
         "self._all = communicator",
         "self._all, self._device = communicator, device",
         "self._all = given",
@@ -199,6 +199,6 @@ class Asker:
 
     def use(self, group: Group):
         rank = group.rank
-        self._run.context.group.describe(rank)
+        self._run.context.world.describe(rank)
 """
     assert not list(attributes(source))

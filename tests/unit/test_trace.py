@@ -23,6 +23,7 @@ from paceline.timeline.step_trace import Trace
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.library.small_training import BATCH, network, plain_step, samples, sgd
 from tests.harness.processes.run_folders import events
+from tests.harness.processes.worlds import run_of
 
 CPU = torch.device("cpu")
 LIMIT = 40.0  # s, more than ranks that are threads wait
@@ -83,7 +84,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
 
     def run(c: Communicator) -> None:
-        trace = Trace(path, range(5, 6), lambda: c, c.rank, lambda: clock_of(c.rank))
+        trace = Trace(path, range(5, 6), run_of(c), c.rank, lambda: clock_of(c.rank))
         moments: list[PutEvent] = []
         trace.follow(0, lambda: moments)
         trace.event("notifications", texts=["contribution of bucket 0"])
@@ -127,7 +128,7 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
     said: list[object] = []
 
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), lambda: c, 0, report=said.append)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), run_of(c), 0, report=said.append)
         for number in (0, 1, 7, 8):
             step(trace, number)
         trace.event("finish")

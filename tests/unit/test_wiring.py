@@ -20,7 +20,6 @@ from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.wiring.connections import adds_up_on_gpus
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of, world_of
 
@@ -227,24 +226,6 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
         build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
 
 
-@pytest.mark.parametrize(
-    ("machines", "device", "sync", "adds_up"),
-    [
-        ((2, 1), "cuda", "notified", True),
-        ((1, 3), "cuda", "notified", True),
-        ((1, 1), "cuda", "notified", False),
-        ((4,), "cuda", "notified", False),
-        ((2, 1), "cpu", "notified", False),
-        ((2, 1), "cuda", "auto", False),
-    ],
-)
-def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
-    machines: tuple[int, ...], device: str, sync: str, adds_up: bool
-) -> None:
-    for rank in range(sum(machines)):
-        assert adds_up_on_gpus(world_of(machines, rank), torch.device(device), sync) == adds_up
-
-
 def requires_later_looks(run: Run, recorder: Recorder, folder: Path, **step: object) -> None:
     """Require that a member that is stopped after an early look at the lease writes no result."""
     looks: list[str] = []
@@ -313,7 +294,7 @@ def test_timeouts_reach_the_connections() -> None:
 
     def on_rank(own: Communicator) -> list[float]:
         with build.make_run(config, world_of((2,), own.rank), store, torch.device("cpu")) as run:
-            communicator: Any = run.context.communicator
+            communicator: Any = run.context.group("data", "steps")
             limits = [communicator.timeout.seconds]
             run.context.end_startup()
             return [*limits, communicator.timeout.seconds]

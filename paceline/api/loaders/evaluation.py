@@ -101,7 +101,7 @@ class Evaluation:
         with self._run.context.activities.call(f"the end of {_CALL}"):
             while rollback.reach(end):
                 try:
-                    communicator = self._run.context.communicator
+                    communicator = self._run.context.group("data", "steps")
                     form = f"{len(self._done)} samples"
                     remedy = "pass loaders of the same data set"
                     require_same_call(communicator, _CALL, form, _WHAT, remedy=remedy)

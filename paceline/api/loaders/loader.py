@@ -115,7 +115,7 @@ class Loader(CurrentBatch):
         if meters.count:
             with context.activities.call("the end of world.evaluation()"):
                 what = "the end of world.evaluation(), which all ranks must reach"
-                meters.merge(gather_bytes(context.communicator, meters.pack(), what))
+                meters.merge(gather_bytes(context.group("data", "steps"), meters.pack(), what))
 
     def _note(self, step: int, count: int) -> None:
         self._step, self._count = step, count
@@ -333,7 +333,7 @@ def _draw_first(draws: SamplerDraws, world: World, *, train: bool) -> int:
     """
     if train and world._position.saved_draw is not None:
         draws.load_state_dict(world._position.saved_draw)
-    return draws.draw(world.epoch if train else 0, world._run.context.communicator)
+    return draws.draw(world.epoch if train else 0, world._run.context.group("data", "steps"))
 
 
 def _checked_batch_size(batch_size: object) -> int:
@@ -389,7 +389,7 @@ def _full_batches(size: int, batch_size: int) -> int:
 
 def _compare_data(world: World, dataset: object) -> None:
     """Say where the ranks' data sets differ, though they are as long; collective."""
-    communicator = world._run.context.communicator
+    communicator = world._run.context.group("all", "steps")
     if communicator.world_size == 1:
         return
     checksums = gather_counts(communicator, dataset_checksum(dataset), "the ranks' data sets")

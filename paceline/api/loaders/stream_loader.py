@@ -133,7 +133,7 @@ class StreamLoader(CurrentBatch):
     def _exchange(self, own: tuple[int, Any] | None) -> Iterator[list[int]]:
         """Begin to gather the ranks' numbers of samples of a step; yield them when asked."""
         world, count = self._world, 0 if own is None else own[0]
-        ticket = CountsTicket(world._run.context.communicator, count)
+        ticket = CountsTicket(world._run.context.group("data", "steps"), count)
 
         def received() -> Iterator[list[int]]:
             with world._end.exit_on_stop():

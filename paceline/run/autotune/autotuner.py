@@ -103,7 +103,8 @@ class Autotuner:
             if self._steps is not None:
                 own, left = None, max(self._timed, self._trials_from - self._steps)
             what = "the broadcast of rank 0's exchange"
-            chosen, left = broadcast_state(self._run.context.communicator, [own, left], what)
+            communicator = self._run.context.group("all", "steps")
+            chosen, left = broadcast_state(communicator, [own, left], what)
             if chosen is None:
                 self._trials_from = left
                 self._current = self._begin_tuning()
@@ -153,7 +154,7 @@ class Autotuner:
             exchange=_short(self._current),
             milliseconds={name: round(value, 3) for name, value in milliseconds.items()},
         )
-        if self._predictor.note is not None and self._run.context.group.rank == 0:
+        if self._predictor.note is not None and self._run.leads:
             self._setting.report(self._predictor.note)
         if not self._runs_trials:
             self._write(self._current, {})
@@ -216,25 +217,26 @@ class Autotuner:
             predicted: whether it may be one that was predicted only.
         """
         known: list[object] | None = None
-        if self._run.context.group.rank == 0 and self._setting.folder is not None:
+        if self._run.leads and self._setting.folder is not None:
             choice = read_choice(self._setting.folder)
             if choice is not None and choice.machines == self._machines:
                 known = _key(choice) if choice.milliseconds or predicted else None
         what = "the broadcast of rank 0's exchange"
-        known = broadcast_state(self._run.context.communicator, known, what)
+        known = broadcast_state(self._run.context.group("all", "steps"), known, what)
         return next((c for c in self._candidates if _key(c) == known), None)
 
     @property
     def _machines(self) -> tuple[int, ...]:
-        return self._run.context.group.generation.workers_per_machine
+        return self._run.context.world.generation.workers_per_machine
 
     def _mean(self, values: Sequence[float]) -> Sequence[float]:
         own = torch.tensor(values, dtype=torch.float64)
-        sums: Tensor = total(self._run.context.communicator, own, "the mean of measured steps")
-        return [value / self._run.context.group.size for value in sums.tolist()]
+        communicator = self._run.context.group("all", "steps")
+        sums: Tensor = total(communicator, own, "the mean of measured steps")
+        return [value / self._run.context.world.size for value in sums.tolist()]
 
     def _save(self, outcome: Outcome) -> None:
-        if self._run.context.group.rank > 0:
+        if not self._run.leads:
             return
         tried = [self._candidates[c] for c in self._shortlist]
         chosen = tried[outcome.chosen]
@@ -250,7 +252,7 @@ class Autotuner:
 
     def _write(self, chosen: SyncConfig, milliseconds: Mapping[str, float]) -> None:
         """Write the choice for the run's next start, on rank 0."""
-        if self._setting.folder is None or self._run.context.group.rank > 0:
+        if self._setting.folder is None or not self._run.leads:
             return
         choice = Choice(
             sync=chosen.sync,
@@ -278,7 +280,7 @@ class Autotuner:
         self._report(Message(f"{{}}; {override}", f"{_long(chosen)}: {why}"))
 
     def _report(self, text: str | Message) -> None:
-        if self._run.context.group.rank == 0:
+        if self._run.leads:
             self._setting.report(Message("exchange: {}.", text))
 
 

@@ -142,7 +142,7 @@ class StepPredictor:
             replica.settle()
             self._seen = replica.trained()
             parameters = [p for p in self._seen.names if _is_exchanged(p, self._seen)]
-            clocks = Clocks(now=self._clock, waited=lambda: replica.waited)
+            clocks = Clocks(now=self._clock, waited=lambda: self._run.context.waited)
             tables = table_parameters(self._model)
             self._times = PassTimes(self._model, replica.reads, parameters, tables, clocks)
         if self._times is not None:
@@ -157,8 +157,8 @@ class StepPredictor:
         replica.settle()
         profile = None if self._times is None else self._times.profile()
         traffic = Traffic(
-            seconds_per_byte=seconds_per_byte(context.communicator),
-            workers_per_machine=context.group.generation.workers_per_machine,
+            seconds_per_byte=seconds_per_byte(context.group("all", "steps")),
+            workers_per_machine=context.world.generation.workers_per_machine,
             nonzero={} if self._times is None else self._times.nonzero,
         )
         seen, seconds = self._seen, None
@@ -169,7 +169,7 @@ class StepPredictor:
                 self._note(seconds, profile, seen, traffic)
         self.restart()
         what = "the broadcast of predicted step times"
-        found: list[float] | None = broadcast_state(context.communicator, seconds, what)
+        found: list[float] | None = broadcast_state(context.group("all", "steps"), seconds, what)
         return found
 
     def _note(

@@ -55,7 +55,7 @@ class SnapshotCommits:
         self._totals: dict[SnapshotName, dict[int, Tensor]] = {}  # of steps before the snapshot
         self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
         self._acknowledged: deque[SnapshotName] = deque()  # by all ranks; to be committed
-        self.enter_generation(run.context.group.generation)
+        self.enter_generation(run.context.world.generation)
 
     def report(self, step: int) -> Sequence[bool]:
         """Return what this rank reports with a step: which uncommitted snapshots it acknowledges.
@@ -122,7 +122,7 @@ class SnapshotCommits:
                     self._backup.wait(name, context.limits[1])
             if not context.summaries.alone:
                 ready = torch.ones(1)
-                total(context.communicator, ready, "the acknowledgement of a snapshot")
+                total(context.group("all", "steps"), ready, "the acknowledgement of a snapshot")
         self._acknowledged.extend(names)
         return True
 
@@ -139,7 +139,7 @@ class SnapshotCommits:
         """Return the ids of the members whose part of a held snapshot is here; own and copies."""
         if self._backup is not None and self._backup.holds(name):
             return self._backup.held()[name].parts
-        return frozenset({self._run.context.group.member.id} & set(self.members(name)))
+        return frozenset({self._run.context.world.member.id} & set(self.members(name)))
 
     def backup_parts(self, name: SnapshotName, lost: Iterable[str]) -> list[OwnPart]:
         """Return the copies held here of what a snapshot has of lost members, given by their ids.
@@ -182,13 +182,13 @@ class SnapshotCommits:
         if self._backup is None:
             return True
         if not self._backup.holds(name):
-            group = self._run.context.group
+            group = self._run.context.world
             holder = holder_of(group.generation, group.rank)
             self._hold(self._backup, name, holder)
         return self._backup.acknowledges(name)
 
     def _hold(self, backup: SnapshotBackup, name: SnapshotName, holder: int | None) -> None:
-        group = self._run.context.group
+        group = self._run.context.world
         backup.hold(
             name,
             self.own_part(name),

@@ -120,7 +120,7 @@ class Recovery:
             origin: path of another run's checkpoint from which the run starts.
             fields: of the event `run`, besides the ranks.
         """
-        self._start_fields, group = fields, self._run.context.group
+        self._start_fields, group = fields, self._run.context.world
         generation = group.generation
         self._run.recorder.event(
             "run",
@@ -211,7 +211,7 @@ class Recovery:
         self._run.enter(group)
         whole = self._replica.enter_generation([part.state for part in parts])
         context = self._run.context
-        unsummed = values_to_send(parts, commits.totals(start), context.communicator)
+        unsummed = values_to_send(parts, commits.totals(start), context.group("all", "steps"))
         for step, sums in unsummed.items():
             context.summaries.send(step, sums, stop=False)
         self._steps.begin_generation(saved=False)
@@ -249,7 +249,7 @@ class Recovery:
     def _record_restart(self) -> None:
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
-        generation = self._run.context.group.generation.number
+        generation = self._run.context.world.generation.number
         self._run.recorder.event("recovery", generation=generation, **asdict(self._account.enter()))
 
     def _end_without_server(self) -> None:

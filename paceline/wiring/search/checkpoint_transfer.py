@@ -34,7 +34,7 @@ def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
         CheckpointError: no rank can read the file; the sentence is that of the first one.
         CommError: a rank didn't come in time.
     """
-    communicator, state, report = run.context.communicator, None, b""
+    communicator, state, report = run.context.group("all", "steps"), None, b""
     if path is not None:
         try:
             state, report = read_checkpoint(path), _READ

@@ -87,7 +87,7 @@ class DurableStart:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             refusal = f"{name} doesn't fit the model and optimizer any more ({error})"
         what = "the restoring of a checkpoint"
-        refusals = gather_bytes(self._run.context.communicator, refusal.encode(), what)
+        refusals = gather_bytes(self._run.context.group("all", "steps"), refusal.encode(), what)
         if any(refusals):
             reason = next(filter(None, refusals)).decode()
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
@@ -108,7 +108,7 @@ class DurableStart:
 
     def _read(self) -> tuple[Mapping[str, Any], str]:
         """Return the durable state, and its name for messages; collective."""
-        group = self._run.context.group
+        group = self._run.context.world
         own = None
         if first_of_machine(group):
             own = look_into(self._folder, self._output, self._identity, clean=False)
@@ -126,5 +126,6 @@ class DurableStart:
                 reason = "it has no checkpoint yet"
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
         beginning = self._beginning() if group.rank == 0 else None
-        communicator, what = self._run.context.communicator, "the broadcast of the run's beginning"
+        communicator = self._run.context.group("data", "steps")
+        what = "the broadcast of the run's beginning"
         return broadcast_state(communicator, beginning, what), "the run's beginning"

@@ -152,8 +152,8 @@ def gather_records(run: Run, own: FolderRecord | None) -> dict[int, FolderRecord
     """
     data = own.to_text().encode() if own is not None else b""
     context = run.context
-    gathered = gather_bytes(context.communicator, data, "the search for checkpoints")
-    machine_of = context.group.generation.machine_of
+    gathered = gather_bytes(context.group("all", "steps"), data, "the search for checkpoints")
+    machine_of = context.world.generation.machine_of
     return {
         machine_of(rank): FolderRecord.from_text(text) for rank, text in enumerate(gathered) if text
     }

@@ -24,6 +24,7 @@ from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
 from tests.harness.equivalence.put_synchronizers import ServerThread, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 
 State = dict[str, Tensor]
 _random = Lock()
@@ -243,7 +244,7 @@ class Worker:
         self.replica = AveragedReplica(
             self.model,
             self.optimizer,
-            lambda: communicator,
+            run_of(communicator),
             make_weight_average,
             bucket_bytes=300,
             fragments=task.average.fragments,

@@ -28,6 +28,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -167,7 +168,7 @@ class Training:
         optimizer = self.make_optimizer(model)
         if self.sync_bn:
             assert layers is not None
-            model = convert_sync_batchnorm(model, lambda: layers, share)
+            model = convert_sync_batchnorm(model, run_of(layers), share)
         replica = replicate(model, optimizer, communicator, bucket_bytes, kind, share, later)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
         step = self.make_step()
@@ -237,7 +238,7 @@ def replicate(
     return Replica(
         model,
         optimizer,
-        lambda: communicator,
+        run_of(communicator),
         lambda: plan(kind, bucket_bytes),
         share=share,
         next_plan=next_plan,

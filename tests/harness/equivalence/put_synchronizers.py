@@ -157,7 +157,7 @@ def notified(
             error_decay=error_decay,
             announce=announce,
             staged=staged,
-            intra_machine=inside and inside(rank),
+            machine=inside and inside(rank),
             rows=rows and rows(rank),
             tables=frozenset(
                 p
@@ -213,11 +213,11 @@ def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[
             contexts[rank] = context_on_gloo(machines, communicator, store, limit)
         mine = contexts[rank]
         options = PutOptions(
-            open_window=partial(mine.open_window, leaders=mine.intra_machine is not None),
-            topology=mine.topology,
+            open_window=partial(mine.open_window, leaders=True),
+            topology=Topology.of(machines),
             limits=mine.limits,
             staged=True,
-            intra_machine=mine.intra_machine,
+            machine=mine.group("machine", "gradients"),
         )
         return make_notified(buckets, *parts, options)
 
@@ -237,7 +237,7 @@ def context_on_gloo(
 
     group = world_of(machines, communicator.rank)
     context = GenerationContext(group, connected, device=device, limits=limits)
-    context.connect_machine()
+    context.group("machine", "gradients")
     return context
 
 

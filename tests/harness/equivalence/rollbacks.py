@@ -121,7 +121,6 @@ class Rollbacks:
                     assert moment is None
                     break
                 replica.leave_generation()
-                assert replica.waited == 0  # it may be asked before the next generation
                 run.context.abort()
                 step, local = self._go_back(c, number, snapshots, objects)
                 run.enter(groups[number + 1])
@@ -152,7 +151,7 @@ class Rollbacks:
                     raise BrokenOff
 
             if not snapshots.full:
-                name = SnapshotName(run.context.group.generation.token, step)
+                name = SnapshotName(run.context.world.generation.token, step)
                 position = {"step": step}
                 replica.snapshot_next_step(StateCopier(snapshots, name, objects, position))
             with replica.step(step, 1 / c.world_size):

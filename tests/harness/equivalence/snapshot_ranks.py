@@ -26,6 +26,7 @@ from paceline.update.state_watch import plain_state
 from tests.harness.equivalence.large_batch import made_up_batches, replicate, usual_step
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
 TOKEN = "generation"
@@ -140,7 +141,7 @@ class Rank:
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.case.make_optimizer(self.model)
         if self.case.sync_bn:
-            self.model = convert_sync_batchnorm(self.model, lambda: self.layers, self.share)
+            self.model = convert_sync_batchnorm(self.model, run_of(self.layers), self.share)
         self.step = self.case.make_step()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = Average()

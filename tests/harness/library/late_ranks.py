@@ -37,7 +37,7 @@ def fail_after(world: World, place: str) -> None:
     def failing(*arguments: Any) -> Any:
         result = complete(*arguments)
         setattr(owner, name, complete)
-        communicator = world._run.context.communicator
+        communicator = world._run.context.group("all", "steps")
         gather_texts(communicator, "", "an operation that all ranks but this end")
         return result
 

@@ -38,7 +38,7 @@ def main() -> None:
     for i in range(options.joins):
         world = train(options, options.epochs * (i + 1))
         numbers.append(world.generation)
-        tokens.add(world._run.context.group.generation.token)
+        tokens.add(world._run.context.world.generation.token)
         if i + 1 < options.joins:
             world.close()
     assert len(tokens) == options.joins, "two worlds had one token"

@@ -47,7 +47,7 @@ class Successors:
     ) -> None:
         self._world, self._parked = world, parked
         object.__setattr__(world._session, "link", None)  # no vote, and no backups
-        self._first = self._present = world._run.context.group.generation
+        self._first = self._present = world._run.context.world.generation
         self._member, self.generation = world.rank, 0
         self.starts: list[int] = []
 
