@@ -34,7 +34,6 @@ from paceline.update.batch_norm import (
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
 from paceline.wiring.exchange import (
-    GroupedOptions,
     check_shares,
     refuse_gpu,
     replicate,
@@ -181,14 +180,7 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
         bound.close()
         for index, pair in enumerate(everything):
             config = world._start.keep_bucket_size(pair.config, index)
-            options = GroupedOptions(
-                index=index,
-                config=config,
-                scope=pair.scope,
-                share=pair.share,
-                buffers=pair.buffers,
-            )
-            grouped = replicate_grouped(pair.model, pair.optimizer, run, options)
+            grouped = replicate_grouped(pair, index, run, config)
             bound.callback(grouped.close)
             replicas.append(grouped)
     for index, replica in enumerate(replicas):

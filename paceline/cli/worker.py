@@ -72,7 +72,9 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         if link is not None:
             stack.callback(link.close)
             link.end_with(signals)
-        run = stack.enter_context(wiring.make_run(config, group, store, device, link, activities))
+        limits = (config.world.first_iter_timeout, config.world.timeout)
+        run = stack.enter_context(wiring.open_run(group, store, device, limits, link, activities))
+        wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
         start = wiring.find_start(config.output, folder, config.identity(), run)
         run.trace = wiring.build_trace(config.output, run, folder)
         speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))

@@ -4,7 +4,7 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 """
 
 from paceline.wiring.checks import check
-from paceline.wiring.connections import connect, device_of, make_run, open_run
+from paceline.wiring.connections import connect, device_of, open_run, refuse_shared_gpu
 from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
 from paceline.wiring.membership import MemberLink, join_membership
@@ -46,10 +46,10 @@ __all__ = [
     "join_membership",
     "make_model",
     "make_optimizer",
-    "make_run",
     "member_check",
     "open_run",
     "open_sources",
+    "refuse_shared_gpu",
     "replicate",
     "report_recovery",
     "watch_peers",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -33,36 +32,6 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_run(
-    config: TrainConfig,
-    group: Group,
-    store: Store,
-    device: torch.device,
-    link: MemberLink | None = None,
-    activities: PeerActivities = NO_PEERS,
-) -> Run:
-    """Connect this worker with all others of its generation; collective.
-
-    Args:
-        config: the flags.
-        group: all ranks of the generation, as this one sees them.
-        store: where its ranks find each other.
-        device: this worker's.
-        link: interrupts a generation that loses a member, and has the store of later ones;
-            without it, they use `store`, too.
-        activities: what the peers do, where there is no link.
-
-    Raises:
-        CommError: a rank didn't come in time.
-    """
-    limits = config.world.first_iter_timeout, config.world.timeout
-    with ExitStack() as undo:
-        run = undo.enter_context(open_run(group, store, device, limits, link, activities))
-        refuse_shared_gpu(run.context.sharing, config.sync.sync)
-        undo.pop_all()
-    return run
-
-
 def open_run(
     group: Group,
     store: Store,
@@ -75,11 +44,12 @@ def open_run(
 
     Args:
         group: all ranks of the generation, as this one sees them.
-        store: as of `make_run`.
+        store: where its ranks find each other.
         device: this worker's.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
-        link: as of `make_run`.
-        activities: likewise.
+        link: interrupts a generation that loses a member, and has the store of later ones;
+            without it, they use `store`, too.
+        activities: what the peers do, where there is no link.
 
     Raises:
         CommError: a rank didn't come in time.

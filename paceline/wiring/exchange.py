@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,7 +30,6 @@ from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
 from paceline.replica.state.earlier_buffers import computed_buffers
 from paceline.replica.trained_parameters import (
-    Scope,
     TrainedParameters,
     row_sparse_parameters,
     table_parameters,
@@ -43,6 +41,7 @@ from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
+from paceline.wiring.pairs import Pair
 
 
 class ExchangeGroups:
@@ -311,26 +310,6 @@ def replicate(
     return replica
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedOptions:
-    """Options of one of several replicas.
-
-    Attributes:
-        index: of the model and optimizer among all.
-        config: how its gradients are exchanged; "auto" is "allreduce" where that fits the options,
-            without trials.
-        scope: what it has of its model.
-        share: this rank's share of each step, with which SyncBatchNorm layers were made.
-        buffers: as of `replicate`.
-    """
-
-    index: int
-    config: SyncConfig
-    scope: Scope
-    share: BatchShare
-    buffers: str = "broadcast"
-
-
 def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
     """Make what broadcasts a model's buffers; collective on GPUs, where it has any."""
     if next(computed_buffers(model), None) is not None:
@@ -338,44 +317,44 @@ def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
     return BufferBroadcast(model, run)
 
 
-def replicate_grouped(
-    model: nn.Module, optimizer: Optimizer, run: Run, options: GroupedOptions
-) -> GroupedReplica:
+def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> GroupedReplica:
     """Bind one of several models and optimizers; as `replicate`.
 
     Args:
-        model: the same on all ranks but for its values.
-        optimizer: of the model's parameters, or others too.
+        pair: a model, the same on all ranks but for its values, and an optimizer.
+        index: of the pair among all.
         run: the run, whose ranks exchange.
-        options: of the replica.
+        given: how they exchange gradients; "auto" is "allreduce" where that fits the options,
+            without trials.
     """
-    groups = ExchangeGroups(run, model, options.config.sync, options.index)
+    model = pair.model
+    optimizer = pair.optimizer
+    groups = ExchangeGroups(run, model, given.sync, index)
 
     def bind(buckets: Sequence[Bucket]) -> Synchronizer:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
         make = SYNCHRONIZERS[_method(buckets, config, run)](model)
         made = make(buckets, optimizer, no_statistics, config, groups)
-        run.context.keep(f"synchronizer/{options.index}", made)
+        run.context.keep(f"synchronizer/{index}", made)
         return made
 
-    trained = TrainedParameters.of(model, optimizer, options.scope)
+    trained = TrainedParameters.of(model, optimizer, pair.scope)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
-    sharing = run.context.sharing
-    candidates = candidates_of(options.config, trained, machines, device, sharing)
+    candidates = candidates_of(given, trained, machines, device, run.context.sharing)
     config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
     replica = GroupedReplica(
         model,
         optimizer,
         run,
         lambda: _plan(config, run, bind),
-        share=options.share,
-        scope=options.scope,
+        share=pair.share,
+        scope=pair.scope,
         purpose=groups.steps,
         gradients=groups.gradients,
-        buffers=_broadcast(model, run) if options.buffers == "broadcast" else None,
+        buffers=_broadcast(model, run) if pair.buffers == "broadcast" else None,
     )
-    if run.trace is not None and options.scope.first:
+    if run.trace is not None and pair.scope.first:
         run.trace.resources.callback(watch_passes(model, run.trace))
     return replica

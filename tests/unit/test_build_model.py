@@ -35,7 +35,7 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    run = build.make_run(config, world_of(), HashStore(), CPU)
+    run = build.open_run(world_of(), HashStore(), CPU, (5.0, 5.0))
     model = build.make_model(config, CPU, run, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
@@ -65,7 +65,7 @@ def synchronised(num_labels: int) -> nn.Module:
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
-    with build.make_run(config_of("--sync_bn"), world_of(), HashStore(), CPU) as run:
+    with build.open_run(world_of(), HashStore(), CPU, (5.0, 5.0)) as run:
         context = run.context
         steps = context.group("data", "steps")
         layers = context.group("data", "layers")

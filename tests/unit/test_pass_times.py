@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.read_tracing import ReadMap, registering_modules
-from paceline.run.autotune.pass_times import Clocks, PassTimes
+from paceline.run.autotune.pass_times import PassTimes
 from paceline.run.autotune.step_schedule import (
     Parameter,
     Profile,
@@ -28,7 +28,7 @@ class Clock:
         self.now = self.waited = 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now - self.waited
 
     def wait(self, seconds: float) -> None:
         """Wait for a peer."""
@@ -69,8 +69,7 @@ class Layer(nn.Module):
 @contextmanager
 def timed(model: nn.Module, clock: Clock, **changes: Any) -> Iterator[PassTimes]:
     fields = {"readers": registering_modules(model), "outside": frozenset(), **changes}
-    clocks = Clocks(now=clock, waited=lambda: clock.waited)
-    times = PassTimes(model, ReadMap(**fields), list(model.parameters()), frozenset(), clocks)
+    times = PassTimes(model, ReadMap(**fields), list(model.parameters()), frozenset(), clock)
     yield times
     times.close()
 

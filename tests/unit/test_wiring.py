@@ -290,10 +290,11 @@ def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path:
 
 
 def test_timeouts_reach_the_connections() -> None:
-    config, store = config_of("--first_iter_timeout", "7", "--timeout", "3"), HashStore()
+    store = HashStore()
 
     def on_rank(own: Communicator) -> list[float]:
-        with build.make_run(config, world_of((2,), own.rank), store, torch.device("cpu")) as run:
+        group, cpu = world_of((2,), own.rank), torch.device("cpu")
+        with build.open_run(group, store, cpu, (7.0, 3.0)) as run:
             communicator: Any = run.context.group("data", "steps")
             limits = [communicator.timeout.seconds]
             run.context.end_startup()

@@ -27,26 +27,9 @@ from paceline.replica.read_tracing import ReadMap
 from paceline.run.autotune.step_schedule import Parameter, Profile
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clocks:
-    """Clocks of a rank.
-
-    Attributes:
-        now: returns seconds since an arbitrary origin.
-        waited: returns the seconds that the rank has waited for its peers so far.
-    """
-
-    now: Callable[[], float]
-    waited: Callable[[], float]
-
-    def computed(self) -> float:
-        """Return seconds since an arbitrary origin, without waits."""
-        return self.now() - self.waited()
-
-
 @dataclass(kw_only=True)
 class _Step:
-    """Times of the step under way, in seconds without waits since the clocks' origin.
+    """Times of the step under way, in seconds without waits since the clock's origin.
 
     Attributes:
         begun: when the step began.
@@ -71,7 +54,7 @@ class PassTimes:
         reads: which modules read which parameters.
         parameters: those that are trained.
         tables: those of them whose gradients may be zero but for some rows.
-        clocks: the rank's clocks.
+        clock: returns seconds since an arbitrary origin, without the rank's waits for its peers.
 
     Attributes:
         nonzero: for each table, the share of its rows that weren't zero in its first gradient.
@@ -83,9 +66,10 @@ class PassTimes:
         reads: ReadMap,
         parameters: Sequence[nn.Parameter],
         tables: frozenset[nn.Parameter],
-        clocks: Clocks,
+        clock: Callable[[], float],
     ) -> None:
-        self._tables, self._clocks = tables, clocks
+        self._tables = tables
+        self._clock = clock
         self.nonzero: dict[Tensor, float] = {}
         self._accumulates, self._outside = reads.accumulates, reads.outside
         self._parameters = tuple(parameters)
@@ -109,7 +93,7 @@ class PassTimes:
         Args:
             reduced: in the step before, the sums of gradients were awaited before the update.
         """
-        now = self._clocks.computed()
+        now = self._clock()
         if self._step is not None:
             self._reduces |= reduced
             self._end_step(self._step, now)
@@ -144,23 +128,23 @@ class PassTimes:
 
     def _begin_forward(self, *_: object) -> None:
         if self._step is not None and self._step.forward is None:
-            self._step.forward = self._clocks.computed()
+            self._step.forward = self._clock()
 
     def _read(self, own: Sequence[nn.Parameter], *_: object) -> None:
         if self._step is None:
             return
-        now = self._clocks.computed()
+        now = self._clock()
         for p in own:
             self._step.read_at.setdefault(p, now)
 
     def _end_forward(self, *_: object) -> None:
         if self._step is not None:
-            self._step.forward_end = self._clocks.computed()
+            self._step.forward_end = self._clock()
 
     def _ready(self, parameter: Tensor) -> None:
         if self._step is None:
             return
-        self._step.ready_at[parameter] = self._clocks.computed()
+        self._step.ready_at[parameter] = self._clock()
         if parameter in self._tables and parameter not in self.nonzero:
             assert parameter.grad is not None
             self.nonzero[parameter] = parameter.grad.any(1).float().mean().item()

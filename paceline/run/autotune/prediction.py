@@ -35,7 +35,7 @@ from paceline.replica.compiled_modules import is_compiled, visible_modules
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters, table_parameters
 from paceline.run.autotune.inexact import inexact_note
-from paceline.run.autotune.pass_times import Clocks, PassTimes
+from paceline.run.autotune.pass_times import PassTimes
 from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, seconds_in_order
 
 # The processor's work, a core of an AMD EPYC a rank.
@@ -142,11 +142,13 @@ class StepPredictor:
             replica.settle()
             self._seen = replica.trained()
             parameters = [p for p in self._seen.names if _is_exchanged(p, self._seen)]
-            clocks = Clocks(now=self._clock, waited=lambda: self._run.context.waited)
             tables = table_parameters(self._model)
-            self._times = PassTimes(self._model, replica.reads, parameters, tables, clocks)
+            self._times = PassTimes(self._model, replica.reads, parameters, tables, self._computed)
         if self._times is not None:
             self._times.begin_step(reduced=replica.reduced)
+
+    def _computed(self) -> float:
+        return self._clock() - self._run.context.waited
 
     def predict(self) -> list[float] | None:
         """Return predicted seconds a step by candidate, rank 0's; None if it can't; collective.

@@ -216,7 +216,8 @@ class TrainerRollbacks:
         with ExitStack() as stack:
             sources = wiring.open_sources(config)
             stack.callback(sources.close)
-            run = stack.enter_context(wiring.make_run(config, group, self._store, device))
+            limits = (config.world.first_iter_timeout, config.world.timeout)
+            run = stack.enter_context(wiring.open_run(group, self._store, device, limits))
             run.record_number = lambda group: self.recorded.add(group.generation.number)
             start = wiring.Start()
             run.recorder = wiring.build_recorder(config, run, folder, start)

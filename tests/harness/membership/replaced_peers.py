@@ -131,7 +131,8 @@ class Participant:
         config, link = self._run.config, self.link
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
-        self.run = wiring.make_run(config, group, self._run.store, _CPU, link)
+        limits = (config.world.first_iter_timeout, config.world.timeout)
+        self.run = wiring.open_run(group, self._run.store, _CPU, limits, link)
         stack.callback(lambda: self.run.context.abort())
         if self.member.id == self._run.survivor_id:
             recorder = wiring.build_recorder(config, self.run, self._run.folder, wiring.Start())
