@@ -238,7 +238,7 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
                 f"{name} is {arguments[name]!r}; it must be one of {', '.join(values)}."
             )
     config = SyncConfig(**arguments)
-    check_shares(config, world.world_size)
+    check_shares(config, world._run.context.along("data").size)
     if world._pairs and world._pairs[0].config.shares != config.shares:
         raise ConfigError(
             f"shares is {config.shares!r}, but was {world._pairs[0].config.shares!r} in an earlier "
@@ -341,8 +341,8 @@ def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
-    own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
-    what = "the broadcast of rank 0's optimizer state"
-    state = broadcast_state(world._run.context.group("data", "steps"), own, what)
-    if state is not None and world.rank > 0:
+    communicator = world._run.context.group("data", "steps")
+    own = optimizer.state_dict() if communicator.rank == 0 and optimizer.state else None
+    state = broadcast_state(communicator, own, "the broadcast of rank 0's optimizer state")
+    if state is not None and communicator.rank > 0:
         optimizer.load_state_dict(state)

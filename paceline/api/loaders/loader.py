@@ -352,13 +352,14 @@ def _checked_batch_size(batch_size: object) -> int:
 
 def _own_batch_size(batch_size: int, world: World) -> int:
     """Return this rank's part of a global batch of streams."""
-    each, larger = divmod(batch_size, world.world_size)
+    rank, ranks = world._run.rank_and_size()
+    each, larger = divmod(batch_size, ranks)
     if each < 1:
         raise ConfigError(
-            f"batch_size is {batch_size}, but each of the {world.world_size} ranks reads its own "
-            f"stream: pass at least {world.world_size}, the number of samples over all ranks."
+            f"batch_size is {batch_size}, but each of the {ranks} ranks reads its own "
+            f"stream: pass at least {ranks}, the number of samples over all ranks."
         )
-    return each + (world.rank < larger)
+    return each + (rank < larger)
 
 
 def _stream_loader(
@@ -373,7 +374,8 @@ def _stream_loader(
     }
     _require_equal(world, {**facts, "kind of data set": "IterableDataset", "train": train})
     if train:
-        world._position.use_stream({**facts, "world_size": world.world_size})
+        _, ranks = world._run.rank_and_size()
+        world._position.use_stream({**facts, "world_size": ranks})
     return StreamLoader(stream, world, train=train, uneven=uneven)
 
 

@@ -86,8 +86,13 @@ class StreamLoader(CurrentBatch):
         """
         return self._training_batches() if self._train else self._evaluation_batches()
 
+    @property
+    def _rank(self) -> int:
+        """This rank's place among those that read streams of their own."""
+        return self._world._run.context.along("data").rank
+
     def _evaluation_batches(self) -> Iterator[Any]:
-        with closing(self._stream.batches(0, self._world.rank)) as batches:
+        with closing(self._stream.batches(0, self._rank)) as batches:
             for self._step, (self._count, batch) in enumerate(batches):
                 yield batch
 
@@ -103,7 +108,7 @@ class StreamLoader(CurrentBatch):
         """Yield a batch for each step of the epoch from step `first` on."""
         world = self._world
         taken = world._position.begin_stream_epoch(first)
-        with closing(self._stream.batches(world.epoch, world.rank)) as batches:
+        with closing(self._stream.batches(world.epoch, self._rank)) as batches:
             placeholder = None
             for _ in range(first):
                 placeholder = next(batches, placeholder)
@@ -157,7 +162,7 @@ class StreamLoader(CurrentBatch):
             epoch=position.position.epoch,
             step=step,
             steps=step + 1,
-            rank=self._world.rank,
+            rank=self._rank,
             cuts=tuple(accumulate(counts, initial=taken)),
             run_number=position.position.number + len(position.waiting),
         )
