@@ -33,6 +33,7 @@ from paceline.update.batch_norm import (
 )
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
+from paceline.wiring.edits import parameter_names
 from paceline.wiring.exchange import (
     check_shares,
     refuse_gpu,
@@ -147,7 +148,7 @@ def parallelize(
             f"optimizer{number}",
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
-        session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
+        session.require_equal(f"parameter groups{number}", _group_facts(whole, optimizers))
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             run.open("data", "layers")
@@ -216,7 +217,7 @@ def _restore(pair: Pair, world: World) -> None:
     model, optimizer = pair.entries
     saved_objects: dict[str, Any] = {model: pair.model} if pair.scope.first else {}
     saved_objects[optimizer] = pair.optimizer
-    world._start.given.add_optimizer(optimizer, pair.optimizer)
+    world._start.given.add_optimizer(optimizer, pair.optimizer, pair.model)
     world._start.restore(saved_objects)
     # Schedules that were tracked before their optimizer was known: its rate may be edited.
     schedules = world._tracked.objects.items()
@@ -325,8 +326,8 @@ def _layout_facts(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Return the options and sizes of parameter groups, which are equal on all ranks."""
+def _group_facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the options and parameters of groups, which are equal on all ranks."""
     facts = {}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, group in enumerate(groups):
@@ -336,6 +337,9 @@ def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:
             text = str(value.tolist()) if isinstance(value, Tensor) else text
             text = f"{len(value)} tensors" if name == "params" else text
             facts[f"{name} of the optimizer's group {number}"] = text
+    for number, names in enumerate(parameter_names(model, optimizers)):
+        for place, name in enumerate(names):
+            facts[f"parameter {place} of the optimizer's group {number}"] = name
     return facts
 
 

@@ -8,6 +8,10 @@ A checkpoint has present values, which schedules have changed, and in its entry 
 its start was given. A value that differs between the two starts replaces the checkpoint's; all else
 continues. A rate that a schedule changes keeps the schedule: it is multiplied as the given one was.
 
+torch restores an optimizer's state by its parameters' places, and a schedule's whatever its class.
+So the entry has the parameters' names, by which state follows a parameter to another place in its
+group, and the schedules' classes.
+
 Files of earlier versions have no such entry. There the parameter groups stand for it, with each
 group's `initial_lr` as its rate.
 """
@@ -15,12 +19,13 @@ group's `initial_lr` as its rate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
@@ -65,20 +70,31 @@ class GivenHyperparameters:
     _objects: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.entries |= {"optimizers": {}, "objects": {}, RESET: self.reset_optimizer}
+        self.entries |= {"optimizers": {}, "objects": {}, "kinds": {}, RESET: self.reset_optimizer}
 
-    def add_optimizer(self, entry: str, optimizer: Optimizer) -> None:
-        """Note an optimizer as the user made it: before anything is restored in it."""
+    def add_optimizer(self, entry: str, optimizer: Optimizer, model: nn.Module) -> None:
+        """Note an optimizer as the user made it: before anything is restored in it.
+
+        Args:
+            entry: its entry in checkpoints.
+            optimizer: the optimizer.
+            model: has the names of its parameters.
+        """
         self._optimizers[entry] = optimizer
+        groups = optimizer.param_groups
+        types = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]}
         self.entries["optimizers"][entry] = {
             "class": type(optimizer).__name__,
-            "groups": [_given_options(group) for group in optimizer.param_groups],
+            "groups": [_given_options(group) for group in groups],
+            "names": parameter_names(model, [optimizer]),
+            "dtypes": sorted(types),
         }
 
     def add_object(self, name: str, tracked: Any) -> None:
         """Note a tracked object as the user made it: before anything is restored in it."""
         self._objects[name] = tracked
         self.entries["objects"][name] = _plain(tracked.state_dict(), _PROGRESS)
+        self.entries["kinds"][name] = _kind(tracked)
         entry = self._entry_of(tracked)
         if not isinstance(tracked, LRScheduler) or entry is None:
             return
@@ -96,7 +112,8 @@ class GivenHyperparameters:
         """Return a checkpoint's entries with the edited values; tensors aren't copied.
 
         Raises:
-            ConfigError: an optimizer is of another class than the checkpoint's.
+            ConfigError: an optimizer or a schedule is of another class than the checkpoint's, or an
+                optimizer has other parameters in its groups.
         """
         result = dict(state)
         for entry in self._optimizers:
@@ -114,6 +131,7 @@ class GivenHyperparameters:
         objects = dict(state.get(self.tracked_entry, {})) if self.tracked_entry else result
         for name, tracked in self._objects.items():
             if name in objects and _follows_edits(tracked):
+                self._require_kind(name, state)
                 objects[name] = self._edited_object(name, tracked, state, objects[name])
         if self.tracked_entry in state:
             result[self.tracked_entry] = objects
@@ -130,6 +148,9 @@ class GivenHyperparameters:
             known = self._known_groups(entry, state[entry], saved) if entry in state else []
             for pair in zip(known, own["groups"], strict=False) if not resets else ():
                 replaced += [of + _replaced(*edit) for edit in _differences(*pair)]
+            before = (saved or {}).get("optimizers", {}).get(entry, {}).get("dtypes", own["dtypes"])
+            if before != own["dtypes"]:
+                replaced.append(_replaced(f"{of}parameters' type", before, own["dtypes"]))
         objects = state.get(self.tracked_entry, {}) if self.tracked_entry else state
         for name, own in self.entries["objects"].items():
             if name not in objects:
@@ -174,6 +195,9 @@ class GivenHyperparameters:
                     own["class"],
                 )
             )
+        if saved is not None:
+            state = _in_own_order(state, saved["optimizers"].get(entry, {}), own["names"])
+            groups = state["param_groups"]
         known = self._known_groups(entry, state, saved)
         if len(groups) != len(own["groups"]) or len(known) != len(groups):
             return dict(state)  # which torch refuses
@@ -199,6 +223,17 @@ class GivenHyperparameters:
             (before.get("lr"), now.get("lr")) for before, now in zip(known, groups, strict=False)
         ]
         return _with_rates(merged, rates)
+
+    def _require_kind(self, name: str, state: Mapping[str, Any]) -> None:
+        """Require that a schedule or loss scaler is of the checkpoint's class."""
+        now = self.entries["kinds"][name]
+        before = state.get(GIVEN, {}).get("kinds", {}).get(name, now)
+        if before != now:
+            raise ConfigError(
+                f"the checkpoint has the state of a {before} as {name}, but this start tracks a "
+                f"{now} by that name: track a {before}, or begin another run from the model's "
+                "weights."
+            )
 
     def _entry_of(self, tracked: Any) -> str | None:
         """Return the entry of the optimizer that a schedule changes."""
@@ -226,6 +261,17 @@ class GivenHyperparameters:
             for group in state["param_groups"]
         ]
         return groups
+
+
+def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
+    """Return the names of each parameter group's parameters; those of other modules by number."""
+    own = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = []
+    for group in groups:
+        foreign = (f"parameter {number} of another module" for number in count())
+        names.append([own[p] if p in own else next(foreign) for p in group["params"]])
+    return names
 
 
 def require_options(name: str, optimizer: Optimizer) -> None:
@@ -276,6 +322,42 @@ def _reset(
             fresh["lr"] = _like(live["lr"], rate)
         groups.append(fresh)
     return {"state": {}, "param_groups": groups}
+
+
+def _in_own_order(
+    state: Mapping[str, Any], saved: Mapping[str, Any], own: list[list[str]]
+) -> Mapping[str, Any]:
+    """Return an optimizer's state dict with each group's parameters in this start's order.
+
+    Raises:
+        ConfigError: a group has other parameters than the checkpoint's.
+    """
+    before: list[list[str]] = saved.get("names", own)
+    groups = state["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    if before == own or sizes != [len(names) for names in before]:  # added to after the start
+        return state
+    for number, (was, names) in enumerate(zip_longest(before, own, fillvalue=())):
+        differing = sorted(set(was) ^ set(names))
+        if differing:
+            owners = ("the checkpoint's", "this start's")
+            there, lacking = owners if differing[0] in was else reversed(owners)
+            raise ConfigError(
+                Message(
+                    "{} is in group {} of {} optimizer, but not of {}: give the optimizer the same "
+                    "parameters in the same groups, or begin its state anew with "
+                    "{--reset_optimizer}, which keeps the weights.",
+                    differing[0],
+                    number,
+                    there,
+                    lacking,
+                )
+            )
+    moved = []
+    for group, was, names in zip(groups, before, own, strict=True):
+        numbers = dict(zip(was, group["params"], strict=True))
+        moved.append({**group, "params": [numbers[name] for name in names]})
+    return {**state, "param_groups": moved}
 
 
 def _edited_group(
@@ -401,6 +483,13 @@ def _schedules(schedule: Any) -> Iterator[Any]:
     yield schedule
     for one in getattr(schedule, "_schedulers", ()):
         yield from _schedules(one)
+
+
+def _kind(tracked: Any) -> str:
+    """Return an object's class, and those of the schedules in it."""
+    inner = [_kind(one) for one in getattr(tracked, "_schedulers", ())]
+    name = type(tracked).__name__
+    return f"{name} of {', '.join(inner)}" if inner else name
 
 
 def _follows_edits(tracked: Any) -> bool:

@@ -140,7 +140,7 @@ def build_trainer(
         epochs=optim.num_epochs,
         warmup_epochs=optim.warmup_epochs,
     )
-    start.given.add_optimizer("optimizer", optimizer)
+    start.given.add_optimizer("optimizer", optimizer, model)
     schedule = LambdaLR(optimizer, rate)
     start.given.add_object("schedule", schedule)
     new_precision = partial(

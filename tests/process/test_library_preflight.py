@@ -27,6 +27,7 @@ CASES = {
     "optimizer": r"^the optimizer is SGD on rank 0 .* and Adam on rank 1",
     "sync": r"^sync is auto on rank 0 .* and notified on rank 1",
     "rate": r"^lr of the optimizer's group 0 is 0.1 on rank 0 .* and 0.2 on rank 1",
+    "order": r"^parameter 0 of the optimizer's group 0 is 0.weight on rank 0 .* and 4.bias on",
     "data": r"^the data set's length is 50 on rank 0 .* and 51 on rank 1",
     "batch": r"^batch_size is 12 on rank 0 .* and 13 on rank 1",
 }
@@ -59,6 +60,8 @@ def differ_in(odd: str, run: Path) -> None:
             optimizer.param_groups[0]["lr"] = 0.2
         if odd == "optimizer":
             optimizer = torch.optim.Adam(model.parameters())
+        if odd == "order":  # as of a list that was made of a set
+            optimizer.param_groups[0]["params"].reverse()
         sync = "notified" if odd == "sync" else "auto"
         paceline.parallelize(model, optimizer, world, sync=sync)
         paceline.loader(samples(50 + (odd == "data")), BATCH + (odd == "batch"), world)

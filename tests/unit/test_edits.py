@@ -39,7 +39,7 @@ class Start:
         self.model = nn.Linear(3, 2)
         self.optimizer = make(self.model.parameters())
         self.given = GivenHyperparameters(reset_optimizer=reset, tracked_entry="tracked")
-        self.given.add_optimizer("optimizer", self.optimizer)
+        self.given.add_optimizer("optimizer", self.optimizer, self.model)
         saved = checkpoint or {}
         if checkpoint is not None:
             self.optimizer.load_state_dict(self.given.edited(saved)["optimizer"])
@@ -260,6 +260,74 @@ def test_another_class_of_optimizer_is_refused_by_name_or_begins_anew(
     again = Start(now, step, anew.checkpoint(), reset=True)
     assert again.optimizer.state_dict()["state"].keys() == {0, 1}
     assert again.said == []
+
+
+@pytest.mark.parametrize("make", [sgd, Adam])
+def test_state_follows_a_parameter_to_another_place_in_its_group(make: Make) -> None:
+    """As in https://github.com/pytorch/pytorch/pull/6031: a list that was made of a set."""
+    first = Start(make)
+    first.train()
+    second = Start(lambda parameters: make([*parameters][::-1]), None, first.checkpoint())
+    before, now = first.model.parameters(), second.model.parameters()
+    for own, restored in zip(before, now, strict=True):
+        expected = first.optimizer.state[own]
+        for key, value in second.optimizer.state[restored].items():
+            assert torch.equal(value, expected[key])
+
+
+def in_groups(places: list[list[int]], parameters: Any) -> Optimizer:
+    listed = [*parameters]
+    return sgd([{"params": [listed[place] for place in group]} for group in places])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "which"),
+    [
+        ([[0], [1]], [[1], [0]], "bias is in group 0 of this start's optimizer"),
+        ([[0, 1]], [[0]], "bias is in group 0 of the checkpoint's optimizer"),
+        ([[0]], [[1]], "bias is in group 0 of this start's optimizer"),
+        ([[0]], [[0], [1]], "bias is in group 1 of this start's optimizer"),
+    ],
+)
+def test_other_parameters_in_a_group_are_refused_by_name(
+    before: list[list[int]], now: list[list[int]], which: str
+) -> None:
+    """As in https://github.com/facebookresearch/GloRe/issues/8; torch takes those of equal size."""
+    first = Start(partial(in_groups, before))
+    first.train()
+    with pytest.raises(ConfigError, match=f"{which}, but not of .*anew with --reset_optimizer"):
+        Start(partial(in_groups, now), None, first.checkpoint())
+    anew = Start(partial(in_groups, now), None, first.checkpoint(), reset=True)
+    assert anew.optimizer.state_dict()["state"] == {}
+
+
+def sequence(second: type[lr_scheduler.LRScheduler], optimizer: Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer), second(optimizer, 9)]  # type: ignore[call-arg]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (partial(lr_scheduler.StepLR, step_size=9), partial(lr_scheduler.ExponentialLR, gamma=0.9)),
+        (partial(sequence, lr_scheduler.StepLR), partial(sequence, lr_scheduler.CosineAnnealingLR)),
+    ],
+)
+def test_another_class_of_schedule_is_refused_by_name(before: Schedule, now: Schedule) -> None:
+    """Another class's state is mixed with the schedule's own by load_state_dict()."""
+    with pytest.raises(ConfigError, match=r"state of a .*StepLR as schedule, but this start .* a "):
+        resumed(sgd, before, sgd, now)
+
+
+def test_another_type_of_parameters_is_said() -> None:
+    first = Start(sgd)
+    first.train()
+    second = Start(sgd)
+    second.model.double()
+    given = GivenHyperparameters()
+    given.add_optimizer("optimizer", second.optimizer, second.model)
+    said = "parameters' type float64 replaces the checkpoint's float32."
+    assert given.notes(first.checkpoint()) == [said]
 
 
 def loop(run: Path, epochs: int, make: Make = sgd, *, early: bool = False, **join: Any) -> Any:

@@ -65,19 +65,20 @@ def depth_of(image: Image.Image) -> DeepFormat | None:
     return DeepFormat("16-bit colours", _SIXTEEN, grey=False) if _is_deep_colour(image) else None
 
 
-def value_range_of(image: Image.Image, depth: DeepFormat) -> tuple[float, float]:
-    """Return the least and the greatest value of an image with a depth.
+def value_range_of(image: Image.Image, depth: DeepFormat | None) -> tuple[float, float]:
+    """Return the least and the greatest value of an image, with a depth or of 8 bits.
 
     Raises:
         DamagedImage: a pixel is no number.
     """
-    if depth.grey:
+    if depth is not None and depth.grey:
         values = _values(image)
         return values.min().item(), values.max().item()
-    colours = image.convert("RGB").getextrema()
+    # Transparency beside a palette is converted with it.
+    colours = image.convert("RGBA" if image.mode == "P" else "RGB").getextrema()[:3]
     least = min(channel[0] for channel in colours)  # type: ignore[index]
     greatest = max(channel[1] for channel in colours)  # type: ignore[index]
-    return least << 8, greatest << 8 | 0xFF
+    return (least, greatest) if depth is None else (least << 8, greatest << 8 | 0xFF)
 
 
 def eight_bit_grey(

@@ -44,13 +44,15 @@ class StoredForm(NamedTuple):
         transparent: whether the image had transparent pixels, even in part. Their colours are read
             as opaque, whether or not the bytes are kept.
         depth: what its pixels were, where they had more than 8 bits; else None.
-        values: their least and greatest value.
+        values: their least and greatest value; None of a JPEG that is stored as it is.
+        frames: the number of its frames or pages, of which the first is read.
     """
 
     image: bytes | Pixels
     transparent: bool = False
     depth: DeepFormat | None = None
-    values: tuple[float, float] = (0, 0)
+    values: tuple[float, float] | None = None
+    frames: int = 1
 
 
 def is_image(data: bytes, name: str) -> bool:
@@ -138,19 +140,21 @@ def stored_form(
     try:
         opened = _opened(image)
         depth = depth_of(opened)
-        values = (0.0, 0.0) if depth is None else value_range_of(opened, depth)
+        values = value_range_of(opened, depth)
+        # The further images of a JPEG are previews, and the other picture of a stereo camera.
+        frames = 1 if opened.format in ("JPEG", "MPO") else getattr(opened, "n_frames", 1)
         transparent = False
         if opened.has_transparency_data:
             least, _ = opened.convert("RGBA").getchannel("A").getextrema()
             transparent = least != 255
         if _is_stored_form(opened, encoding, resize):
             check_image(image)
-            return StoredForm(image, transparent, depth, values)
+            return StoredForm(image, transparent, depth, values, frames)
         if resize is not None:
             opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
         ImageOps.exif_transpose(opened, in_place=True)
         eight = _resized(eight_bit(opened, value_range=value_range), resize)
-        return StoredForm(_encoded(eight, encoding), transparent, depth, values)
+        return StoredForm(_encoded(eight, encoding), transparent, depth, values, frames)
     except DamagedImage:
         raise
     except Exception as error:  # Pillow's decoders raise a dozen kinds

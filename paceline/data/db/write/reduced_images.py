@@ -1,7 +1,8 @@
-"""What the records of a new database leave out of its images: transparency, and bits.
+"""What the records of a new database leave out of its images: transparency, frames, and bits.
 
 Images whose values fill little of what their format has room for, as 12 bits in a file of 16, would
-become almost black: they are refused, unless the caller says which values are black and white.
+become almost black: they are refused, unless the caller says which values are black and white. Of
+images of 8 bits, such as masks whose values are the numbers of classes, a sentence says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LEAST_SHARE = 0.07  # of the format's range, in all images together; 12 bits of
 
 @dataclass(kw_only=True)
 class _Values:
-    """Number of images of a depth, and their least and greatest value."""
+    """Number of images of a depth, or of 8 bits, and their least and greatest value."""
 
     images: int
     least: float
@@ -27,21 +28,24 @@ class _Values:
 
 @dataclass(kw_only=True)
 class ReducedImages:
-    """Counter of the images that lose transparency or bits.
+    """Counter of the images that lose transparency, frames or bits.
 
     Attributes:
         value_range: the values of black and white that the caller gave, for grey images; or None.
         transparent: the number of images whose transparency was dropped.
+        many_frames: the number of images of whose frames or pages only the first was read.
     """
 
     value_range: ValueRange | None = None
     transparent: int = 0
-    _values: dict[DeepFormat, _Values] = field(default_factory=dict)
+    many_frames: int = 0
+    _values: dict[DeepFormat | None, _Values] = field(default_factory=dict)
 
     def add(self, stored: StoredForm) -> None:
         """Count an image."""
         self.transparent += stored.transparent
-        if stored.depth is None:
+        self.many_frames += stored.frames > 1
+        if stored.values is None:
             return
         least, greatest = stored.values
         seen = self._values.setdefault(
@@ -61,6 +65,8 @@ class ReducedImages:
             DataError: they would be.
         """
         for depth, seen in self._values.items():
+            if depth is None:
+                continue
             span = seen.greatest - seen.least
             given = depth.grey and self.value_range is not None
             if given or depth.white is None or not 0 < span < depth.white * _LEAST_SHARE:
@@ -85,7 +91,16 @@ class ReducedImages:
                 f"{many(self.transparent, 'image')} {have} transparent pixels: transparency was "
                 "dropped, colours are as stored."
             )
+        if self.many_frames:
+            have = "has" if self.many_frames == 1 else "have"
+            yield (
+                f"{many(self.many_frames, 'image')} {have} several frames or pages: the first is "
+                "used, and the others were left out."
+            )
         for depth, seen in self._values.items():
+            if depth is None:
+                yield from _note_of_dark(seen)
+                continue
             given = self.value_range if depth.grey else None
             black, white = given or (0, depth.white or 0)
             yield (
@@ -93,6 +108,15 @@ class ReducedImages:
                 f"{_number(black)} (black) to {_number(white)} (white); the values are "
                 f"{_number(seen.least)} to {_number(seen.greatest)}."
             )
+
+
+def _note_of_dark(seen: _Values) -> Iterator[str]:
+    if 0 < seen.greatest - seen.least < 255 * _LEAST_SHARE:
+        yield (
+            f"All values of {many(seen.images, 'image')} of 8 bits are within "
+            f"{_number(seen.least)} to {_number(seen.greatest)}, where white is 255: they are "
+            "almost of one shade. If that isn't meant, scale them with another tool first."
+        )
 
 
 def _number(value: float) -> str:
