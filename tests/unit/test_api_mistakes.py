@@ -570,6 +570,13 @@ def test_a_total_of_small_integers_does_not_wrap(world: World, dtype: torch.dtyp
     assert world.total(torch.ones(2, dtype=dtype)).dtype is torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_of_half_precision_is_neither_infinite_nor_rounded(
+    world: paceline.World, dtype: torch.dtype
+) -> None:
+    assert world.total(torch.ones(2, dtype=dtype)).dtype is torch.float32
+
+
 def test_a_total_of_a_number(world: World) -> None:
     with pytest.raises(ConfigError, match=r"got int 3: pass a tensor, such as torch.tensor\(3\)"):
         world.total(3)  # type: ignore[arg-type]
