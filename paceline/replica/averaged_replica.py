@@ -123,6 +123,11 @@ class AveragedReplica:
         return self.unmerged and self._average.last_round == (0, 0)
 
     @property
+    def written(self) -> bool:
+        """Whether a script has written parameters between two steps, other than by a load."""
+        return self._average.written
+
+    @property
     def waited(self) -> float:
         """Seconds that this thread has waited for peers."""
         return self._average.waited
