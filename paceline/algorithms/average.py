@@ -94,6 +94,8 @@ class WeightAverage:
             between, the last fragment was taken once. (0, 0) before there is one.
         residuals: as given.
         ends: why the run ends once its state is saved, without another step; None: it continues.
+        written: whether a script has written parameters between two steps, other than by a load:
+            that counts as trained.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class WeightAverage:
         self._step = 0  # the next one
         self._shows_anchor = False
         self._fresh = True  # no step was made, and nothing was restored
+        self._left: list[tuple[int, int]] | None = None  # how parameters were after a step
+        self.written = False  # a script has written them since, before the next one
         self.waited, self.last_round = 0.0, (0, 0)
         self.ends: ServerLost | None = None
         self.close = exchange.close
@@ -130,6 +134,7 @@ class WeightAverage:
             ConfigError: the model was written while it had the merged weights.
             CommError: a peer was lost, or silent.
         """
+        self._look()
         self.hide_anchor()
         if self._fresh:
             self._fresh = False
@@ -158,6 +163,7 @@ class WeightAverage:
             fragment.samples = own + samples, all_samples + of_all
         for number in self._schedule.taken_after(step):
             self._take(number)
+        self._left = self._present()
 
     def merge(self) -> bool:
         """Merge at once what was trained since the last merges; collective.
@@ -168,6 +174,7 @@ class WeightAverage:
         Raises:
             CommError: a peer was lost, or silent.
         """
+        self._look()
         self.hide_anchor()
         merges = self.unmerged
         for number, fragment in enumerate(self._fragments):
@@ -178,6 +185,7 @@ class WeightAverage:
             self._take(number)
         for number in trained:
             self._apply(number)
+        self._left = self._present()
         return merges
 
     def rebase(self, written: Collection[Tensor]) -> None:
@@ -199,6 +207,22 @@ class WeightAverage:
             if ranges:
                 bucket.rebase(ranges)
                 self._forget(index, ranges)
+        self._left = self._left and self._present()
+
+    def _present(self) -> list[tuple[int, int]]:
+        """Return what changes where a parameter is written, or gets other memory."""
+        values = (bucket.values for bucket in self._of_model.values())
+        return [
+            (tensor._version, tensor.data_ptr())
+            for each in values
+            if each.names != (STATISTICS,)  # which a forward between two steps may change
+            for tensor in each.tensors
+        ]
+
+    def _look(self) -> None:
+        """Note whether parameters were written since the last step, other than by a load."""
+        if not self._shows_anchor and self._left is not None:
+            self.written |= self._left != self._present()
 
     def _rebase_unequal(self) -> None:
         """Make what a script has written before the first step the anchor."""
@@ -228,6 +252,7 @@ class WeightAverage:
     def show_anchor(self) -> None:
         """Let the model have the weights of the last merge, until the next step; local."""
         if not self._shows_anchor:
+            self._look()
             self._shows_anchor = True
             for bucket in self._of_model.values():
                 bucket.show()
@@ -246,6 +271,7 @@ class WeightAverage:
                 bucket.check()
             for bucket in self._of_model.values():
                 bucket.hide()
+            self._left = self._left and self._present()
 
     @property
     def unmerged(self) -> bool:
@@ -385,6 +411,7 @@ class WeightAverage:
                     self._copy_named(shared["outer"][name], index, flat)
             bucket.values.write(bucket.anchor)
         self._fresh = False
+        self._left = None
         self._step = shared.get("step", 0)
         self.last_round = self._step, self._step
         if own is None:

@@ -98,6 +98,7 @@ class ScriptLoop:
         self.evaluated = 0
         self.meters = Meters(run.context.device)
         self._reported_apart = False  # that some ranks have evaluated alone
+        self._reported_written = False  # that weights were written between two steps
         self.models: Sequence[nn.Module] = ()
         self._small = SmallSlices(
             run,
@@ -209,8 +210,21 @@ class ScriptLoop:
             step.done = True
             self._record(earlier, steps.generation)
             self._position.mark_trained(None if self._position.order is None else batch_slice)
+            self._report_written()
         except (PacelineError, Stop) as error:
             self._end.leave(error)
+
+    def _report_written(self) -> None:
+        """Report once that weights were written between two steps of a run that averages them."""
+        written = isinstance(self.replica, AveragedReplica) and self.replica.written
+        if written and not self._reported_written and self._run.leads:
+            print_message_for_scripts(
+                "the model's weights were written between two steps, other than by "
+                'load_state_dict(): with sync="average", such a change is merged as if it were '
+                "trained. Load weights by load_state_dict(), and change weights as a part of "
+                "training inside world.step()."
+            )
+        self._reported_written |= written
 
     def begin_epoch(self) -> int:
         """End the epoch of the loader's last iteration; return the first step of the next one.

@@ -263,7 +263,8 @@ class World:
             tensor: of the same shape and dtype on all ranks.
 
         Returns:
-            the sum; of integers and bool as int64, as `torch.sum` has it.
+            the sum; of integers and bool as int64, as `torch.sum` has it, and of floating-point
+            numbers of fewer than 32 bits as float32.
 
         Raises:
             ConfigError: a step is active whose gradient exchange isn't complete, or another rank's
@@ -285,6 +286,9 @@ class World:
         form = f"{values.dtype} of shape {tuple(values.shape)}"
         if not (values.is_floating_point() or values.is_complex()):
             values = values.long()  # a sum of small integers would wrap
+        elif values.is_floating_point() and values.itemsize < torch.float32.itemsize:
+            # A sum of bfloat16 has 8 bits, and one of float16 ends at 65,504.
+            values = values.float()
         what = "world.total(), which all ranks must call"
 
         def add_up() -> Tensor:

@@ -271,7 +271,9 @@ def as_data_errors(workers: int) -> Iterator[None]:
         ended = isinstance(error, OSError | EOFError) and "in DataLoader worker" not in said
         if not workers or not (said.startswith("DataLoader ") or ended):
             raise
-        raise _data_error(said) from error
+        # The path or the peer of a connection to a process is nothing that a user knows.
+        unknown = isinstance(error, FileNotFoundError | ConnectionError | EOFError)
+        raise _data_error("" if unknown else said) from error
 
 
 def explained_death(error: BaseException) -> BaseException:

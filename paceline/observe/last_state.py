@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,10 @@ def last_state(run: Path) -> LastState:
     Raises:
         OSError: one can't be read.
     """
-    return of_events(event for _, path in find_event_files(run) for event in _tail(path))
+    state = of_events(event for _, path in find_event_files(run) for event in _tail(path))
+    # A folder may be renamed, moved or copied, and its path be relative to another folder.
+    here = tuple(str(run / Path(weights).name) for weights in state.weights)
+    return replace(state, weights=here if all(map(os.path.exists, here)) else state.weights)
 
 
 def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:

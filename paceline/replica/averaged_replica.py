@@ -126,6 +126,11 @@ class AveragedReplica:
         return self.unmerged and self._average.last_round == (0, 0)
 
     @property
+    def written(self) -> bool:
+        """Whether a script has written parameters between two steps, other than by a load."""
+        return self._average.written
+
+    @property
     def ends(self) -> ServerLost | None:
         """Why the run ends once its state is saved; None: it continues. Equal on all ranks."""
         return self._average.ends

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from paceline.atomic_write import atomic_file, link_atomically
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, many
 from paceline.state.file_integrity import check_header, check_integrity, load_file
 from paceline.state.weights_fit import fit
 
@@ -88,7 +88,7 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such file, its package isn't installed, or its weights are another
             model's; the model is as it was.
-        CheckpointError: the file is damaged or holds something else.
+        CheckpointError: the file is damaged or holds something else, or a weight isn't a number.
     """
     check_weights(path)
     check_integrity(path)
@@ -107,6 +107,7 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
             f"{'; '.join(nearest.differences)}. Give the --model that they were trained with."
         )
     name, *others = usable
+    _require_numbers(path, fits[name].weights, model)
     model.load_state_dict(fits[name].weights, strict=False)
     notes = fits[name].notes
     if name and _RUN not in state:
@@ -132,6 +133,23 @@ def _state_dicts(state: Any, name: str = "", depth: int = 0) -> dict[str, Mappin
         for key, value in state.items():
             found |= _state_dicts(value, f"{name}.{key}".lstrip("."), depth + 1)
     return found
+
+
+def _require_numbers(path: Path, weights: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse weights of which no loss could be computed; a mask among the buffers may have inf."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {name: v for name, v in weights.items() if isinstance(v, torch.Tensor)}
+    wrong = [
+        name
+        for name, value in tensors.items()
+        if not (value.isfinite() if name in parameters else ~value.isnan()).all()
+    ]
+    if wrong:
+        count = f" (and {many(len(wrong) - 1, 'more tensor')})" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{path}: {wrong[0]}{count} has values that are NaN or infinite, as of a training that "
+            "diverged: give weights of an earlier epoch."
+        )
 
 
 def _is_average(name: str) -> bool:

@@ -158,6 +158,45 @@ def test_parameters_that_a_load_replaces_are_refused() -> None:
             model.load_state_dict(network().state_dict(), assign=True)
 
 
+def assign_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = torch.ones_like(p)
+
+
+def fill(model: nn.Module) -> None:
+    nn.init.ones_(next(model.parameters()))
+
+
+def show_and_hide(model: nn.Module) -> None:
+    model.eval()
+    model.state_dict()
+    model.train()
+
+
+def load_same(model: nn.Module) -> None:
+    model.load_state_dict(network().state_dict())
+
+
+@pytest.mark.parametrize("between", [assign_data, fill, show_and_hide, load_same])
+def test_weights_that_are_written_in_mid_run_by_other_means_are_said(
+    capsys: pytest.CaptureFixture[str], between: Write
+) -> None:
+    """They count as trained: a rule with momentum would repeat them, as in case 70."""
+    model = network()
+    with paceline.join() as world:
+        _, optimizer = paceline.parallelize(model, sgd(model), world, sync="average:every=2")
+        for number in range(6):
+            with world.step():
+                model(samples(4)[:][0]).sum().backward()
+                optimizer.step()
+            if number in (2, 3):
+                between(model)
+        world.merge()
+    said = "written between two steps, other than by load_state_dict(): with sync"
+    expected = between in (assign_data, fill)
+    assert capsys.readouterr().err.count(said) == expected
+
+
 def test_a_world_that_closes_before_its_first_merge_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

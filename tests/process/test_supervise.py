@@ -125,7 +125,8 @@ def test_the_last_workers_failure_counts_after_the_others_ended_well(stage: Stag
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
 )
 def test_a_signal_ends_everything(stage: Stage, number: signal.Signals, status: int) -> None:
     supervisor = stage.start(RunPlan(workers=2))

@@ -443,6 +443,20 @@ def test_a_module_that_is_divided_later(world: World, mesh: Any) -> None:
         in_step(world)
 
 
+@pytest.mark.parametrize("name", ["weight", "mask"])
+def test_a_tensor_whose_elements_share_memory(world: World, name: str) -> None:
+    """As in https://github.com/pytorch/pytorch/issues/68407: no broadcast can write it."""
+    model = nn.Linear(3, 3)
+    expanded = torch.ones(1, 3).expand(3, 3)
+    if name == "weight":
+        model.weight = nn.Parameter(expanded)
+    else:
+        model.register_buffer("mask", expanded)
+    model.register_buffer("places", torch.arange(3).expand(1, -1))  # in memory of their own
+    with pytest.raises(ConfigError, match=rf"^(the model's )?{name} has elements that share mem"):
+        bound(world, model)
+
+
 def test_a_tensor_of_other_tensors(world: World) -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("scales", TwoTensor(torch.ones(3), torch.ones(3)))  # type: ignore[no-untyped-call]
@@ -568,6 +582,13 @@ def test_a_total_while_gradients_travel(world: World, model: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
 def test_a_total_of_small_integers_does_not_wrap(world: World, dtype: torch.dtype) -> None:
     assert world.total(torch.ones(2, dtype=dtype)).dtype is torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_of_half_precision_is_neither_infinite_nor_rounded(
+    world: paceline.World, dtype: torch.dtype
+) -> None:
+    assert world.total(torch.ones(2, dtype=dtype)).dtype is torch.float32
 
 
 def test_a_total_of_a_number(world: World) -> None:

@@ -35,6 +35,14 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     assert last_state(tmp_path) == LastState(generation=0, steps=5001)
 
 
+def test_the_weights_of_a_run_whose_folder_was_moved_are_in_that_folder(tmp_path: Path) -> None:
+    end = {"event": "end", "generation": 0, "weights": ["runs/a/net_model.pt"]}
+    (tmp_path / "events.a-0.jsonl").write_text(json.dumps(end) + "\n")
+    assert last_state(tmp_path).weights == ("runs/a/net_model.pt",)
+    (tmp_path / "net_model.pt").touch()
+    assert last_state(tmp_path).weights == (str(tmp_path / "net_model.pt"),)
+
+
 def test_the_speed_is_that_of_the_last_seconds() -> None:
     now = 0.0
     speed = SpeedRecorder(lambda: now)

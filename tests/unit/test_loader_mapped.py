@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.map_style_loader import MappedLoader
+from paceline.data.map_style_loader import MappedLoader, as_data_errors
 from paceline.data.order import Order
 from paceline.data.shares import divide
 from paceline.errors import ConfigError, DataError
@@ -236,6 +236,18 @@ def load_from_a_worker_that_dies() -> None:
     with pytest.raises(DataError, match=r"a process that loads data died .* try num_workers=0"):
         real(loader_of(Failing("dies"), num_workers=1).epoch(0))
     print("an error of data")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file or directory"), ConnectionResetError(), EOFError()]
+)
+def test_a_worker_that_leaves_by_sys_exit_is_named_without_its_connection(error: Exception) -> None:
+    """What torch's queue raises where `sys.exit()` or an interrupt ends a worker."""
+    with (
+        pytest.raises(DataError, match=r"^A connection ended: a process that loads data died"),
+        as_data_errors(1),
+    ):
+        raise error
 
 
 # In a process of its own: torch raises in a signal's handler, wherever that finds Python, also in a

@@ -291,6 +291,28 @@ def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> Non
         load_weights(tmp_path / "w.pt", nn.Linear(3, 5))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("head.weight", "nan"), ("head.weight", "inf"), ("norm.running_var", "nan")],
+)
+def test_weights_of_a_training_that_diverged_are_refused(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    """As in https://github.com/Rikorose/DeepFilterNet/issues/30: each loss would be NaN."""
+    state = network().state_dict()
+    state[name].view(-1)[1] = float(value)
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=rf"w\.pt: {name} has values that are NaN or inf"):
+        load_weights(tmp_path / "w.pt", network())
+
+
+def test_a_mask_of_infinite_values_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    save_weights(tmp_path / "w.pt", model)
+    load_weights(tmp_path / "w.pt", model)
+
+
 @pytest.mark.parametrize("value", [torch.ones(4, 5, dtype=torch.int8), [1.0, 2.0]])
 def test_what_is_no_weight_is_refused(tmp_path: Path, value: object) -> None:
     torch.save({**network().state_dict(), "head.weight": value}, tmp_path / "w.pt")

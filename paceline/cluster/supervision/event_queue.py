@@ -133,7 +133,7 @@ class EventQueue:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Receive SIGINT, SIGTERM, SIGHUP and SIGTSTP inside the block; main thread only.
+        """Receive SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGTSTP inside the block; main thread only.
 
         SIGUSR1 and SIGUSR2, by which schedulers such as Slurm announce an end, have no effect.
         """
@@ -144,7 +144,7 @@ class EventQueue:
             self.put(signal.Signals(number))
 
         numbers = [signal.SIGINT, signal.SIGTERM]
-        for number in (signal.SIGHUP, signal.SIGTSTP):
+        for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell, wants it so
                 numbers.append(number)
         before = [(number, signal.signal(number, handle)) for number in numbers]
