@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.cluster.membership.generation import Group
@@ -103,10 +104,15 @@ class Start:
         Raises:
             ConfigError: the state is another model's or optimizer's.
         """
-        state = self.edited
-        for name, part in parts.items() if state is not None else ():
+        if self.state is None:
+            return
+        edited: Mapping[str, Any] | None = None
+        for name, part in parts.items():
+            # After the models: where these are others, the optimizer's parameters are, too.
+            if edited is None and not isinstance(part, nn.Module):
+                edited = self.edited
             try:
-                part.load_state_dict(state[name])  # type: ignore[index]
+                part.load_state_dict((edited or self.state)[name])
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 reason = str(error).strip().splitlines()
                 raise ConfigError(

@@ -35,6 +35,7 @@ WORKING, STEP, WAITING, ENDED = range(4)
 
 _TICK_S = 1.0
 _REPEAT_S = 5.0  # between equal frames: a connection may be new
+_HEARD_S = 3.0  # since a peer's last beat, within which it is said to work
 _QUIET_S = 10.0  # of a wait for a peer that works outside a step, before it is reported
 _PACKAGE = str(Path(__file__).parents[3]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -297,6 +298,8 @@ class Activities(PeerActivities):
             key = (member, what.steps, what.last_call)
             with self._lock:
                 if seconds <= _QUIET_S or first != self._member or key in self._reported:
+                    continue
+                if self._line.silence(member) > _HEARD_S:  # it may be gone, or soon be lost
                     continue
                 self._reported.add(key)
             self._report(
