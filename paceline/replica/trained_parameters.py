@@ -18,6 +18,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from paceline.errors import ConfigError
 from paceline.update.updater import takes_sparse_gradients
 
+_OVERLAPS = 1  # of torch's answers: yes, by its strides; 2 means that it isn't known
 _MIN_TABLE_BYTES = 2**20  # a smaller table's zeros cost too little of a step
 
 # A device object takes twice as long to make and compare as its number.
@@ -151,7 +153,8 @@ def require_whole(name: str, tensor: Tensor) -> None:
     """Require that a parameter or buffer is a whole tensor with values in memory of its own.
 
     Raises:
-        ConfigError: it has no shape yet, is a part of a tensor, or is made of other tensors.
+        ConfigError: it has no shape yet, is a part of a tensor, is made of other tensors, or some
+            of its elements are in the same memory.
     """
     if is_lazy(tensor):
         raise ConfigError(
@@ -169,6 +172,11 @@ def require_whole(name: str, tensor: Tensor) -> None:
         raise ConfigError(
             f"{name} is a {kind}, which is made of other tensors (quantised ones, say): give "
             "paceline.parallelize() a model of plain tensors, and convert it after the training."
+        )
+    if tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+        raise ConfigError(
+            f"{name} has elements that share memory, as expand() makes them, so that nothing can "
+            "be written to it: register a copy, by clone() or contiguous()."
         )
 
 

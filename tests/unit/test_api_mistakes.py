@@ -443,6 +443,20 @@ def test_a_module_that_is_divided_later(world: World, mesh: Any) -> None:
         in_step(world)
 
 
+@pytest.mark.parametrize("name", ["weight", "mask"])
+def test_a_tensor_whose_elements_share_memory(world: World, name: str) -> None:
+    """As in https://github.com/pytorch/pytorch/issues/68407: no broadcast can write it."""
+    model = nn.Linear(3, 3)
+    expanded = torch.ones(1, 3).expand(3, 3)
+    if name == "weight":
+        model.weight = nn.Parameter(expanded)
+    else:
+        model.register_buffer("mask", expanded)
+    model.register_buffer("places", torch.arange(3).expand(1, -1))  # in memory of their own
+    with pytest.raises(ConfigError, match=rf"^(the model's )?{name} has elements that share mem"):
+        bound(world, model)
+
+
 def test_a_tensor_of_other_tensors(world: World) -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("scales", TwoTensor(torch.ones(3), torch.ones(3)))  # type: ignore[no-untyped-call]
