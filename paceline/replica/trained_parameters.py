@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from paceline.errors import ConfigError
 from paceline.update.updater import takes_sparse_gradients
 
-_OVERLAPS = 1  # of torch's answers: yes, by its strides; 2 means that it isn't known
 _MIN_TABLE_BYTES = 2**20  # a smaller table's zeros cost too little of a step
 
 # A device object takes twice as long to make and compare as its number.
@@ -173,7 +172,10 @@ def require_whole(name: str, tensor: Tensor) -> None:
             f"{name} is a {kind}, which is made of other tensors (quantised ones, say): give "
             "paceline.parallelize() a model of plain tensors, and convert it after the training."
         )
-    if tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+    # By the strides: most of torch's functions use the values, for which a step would wait.
+    if tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise ConfigError(
             f"{name} has elements that share memory, as expand() makes them, so that nothing can "
             "be written to it: register a copy, by clone() or contiguous()."
