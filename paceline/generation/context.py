@@ -107,7 +107,8 @@ class GenerationContext:
         activities: PeerActivities = NO_PEERS,
         mesh: Mesh | None = None,
     ) -> None:
-        self.world, self.limits = world, limits
+        self.world = world
+        self.limits = limits
         self.mesh = mesh or Mesh.of_data(world.generation)
         self.activities = activities
         self._connect = connect

@@ -106,7 +106,8 @@ class MachineSums:
         gradients: int,
         timeout: Timeout,
     ) -> None:
-        self._machine, self._timeout = machine, timeout
+        self._machine = machine
+        self._timeout = timeout
         self._rank = ranks[machine.rank]
         self._others = [rank for rank in ranks if rank != self._rank]
         self._buckets = [_BucketState(memory=allocate(tensors)) for tensors in templates]

@@ -272,7 +272,8 @@ class AveragedReplica:
         Returns:
             False where the workers' own weights, or what was under way, had to be dropped.
         """
-        communicator, saved = self._ranks, state[AVERAGE]
+        communicator = self._ranks
+        saved = state[AVERAGE]
         own = None
         if len(saved[WORKERS]) == communicator.world_size:
             own = saved[WORKERS][communicator.rank]
@@ -287,7 +288,8 @@ class AveragedReplica:
 
     def restore_optimizer(self, state: Mapping[str, Any]) -> None:
         """Restore this worker's own optimizer state of what `state` returned, if it has it."""
-        communicator, workers = self._ranks, state[AVERAGE][WORKERS]
+        communicator = self._ranks
+        workers = state[AVERAGE][WORKERS]
         if len(workers) == communicator.world_size:
             self._optimizer.load_state_dict(workers[communicator.rank]["optimizer"])
 
@@ -332,7 +334,8 @@ class AveragedReplica:
             self._start = {}
             return True
         local, shared = self._start[LOCAL], self._start[SHARED]
-        communicator, self._start = self._ranks, {}
+        communicator = self._ranks
+        self._start = {}
         return restore_divided(self._average, parts, local, shared, communicator)
 
     def close(self) -> None:

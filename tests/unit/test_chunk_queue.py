@@ -28,7 +28,7 @@ def may_take(queue: ChunkQueue) -> bool:
 
 
 def test_only_its_owner_finishes_a_chunk(queue: ChunkQueue) -> None:
-    """A worker that was taken for dead goes on while another makes its chunk again."""
+    """A worker that was taken for dead continues while another makes its chunk again."""
     slots = queue.submit([chunk_of(4)])
     given_up = queue.take(1)
     assert given_up is not None

@@ -134,7 +134,7 @@ def test_an_error_outside_of_any_record_ends_the_wait() -> None:
 
 
 class HeldSource(ListSource):
-    """Gives record 0 when it is told to."""
+    """Gives record 0 once it may."""
 
     def __init__(self) -> None:
         super().__init__(numbered(8))

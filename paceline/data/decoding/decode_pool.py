@@ -130,7 +130,7 @@ class DecodePool:
         self._server: ServerProcess | None = None
         self._next_look = 0.0
         self._deaths: Counter[tuple[int, int]] = Counter()  # by maker and record
-        self._failure: DataError | None = None  # no worker goes on
+        self._failure: DataError | None = None  # no worker can continue
         self._late: set[tuple[int, int]] = set()  # maker and record that a process was killed at
         self._killed: set[int] = set()  # processes that this one killed
         self._used: dict[int, int] = {}  # processor time of late processes at the last look
@@ -403,7 +403,7 @@ class DecodePool:
                 continue
             if worker in late:
                 used[process] = state[1]
-            # A sample that takes long is no reason: whoever computes is left alone, and so is the
+            # A sample that takes long is no reason: a process that computes is left alone. So is the
             # second process at a record, which may have to wait for its disk as long.
             hangs = used.get(process, -1) == self._used.get(process)
             if hangs and late[worker] not in self._late:

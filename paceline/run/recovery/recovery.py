@@ -120,7 +120,8 @@ class Recovery:
             origin: path of another run's checkpoint from which the run starts.
             fields: of the event `run`, besides the ranks.
         """
-        self._start_fields, group = fields, self._run.context.world
+        self._start_fields = fields
+        group = self._run.context.world
         generation = group.generation
         self._run.recorder.event(
             "run",
