@@ -119,10 +119,10 @@ def gather_texts(communicator: Communicator, text: str, operation: str) -> list[
     Raises:
         CommError: as `Ticket.wait`.
     """
-    mine = torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(communicator.world_size)]
-    communicator.gather(mine, rows if communicator.rank == 0 else []).wait(operation)
-    table = torch.stack(rows)
+    own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))
+    table = torch.empty(communicator.world_size, TEXT_BYTES, dtype=torch.uint8)
+    rows = [*table] if communicator.rank == 0 else []
+    communicator.gather(torch.frombuffer(own, dtype=torch.uint8), rows).wait(operation)
     communicator.broadcast(table).wait(operation)
     return [row.tobytes().decode(errors="replace").rstrip() for row in table.numpy()]
 

@@ -403,8 +403,8 @@ class DecodePool:
                 continue
             if worker in late:
                 used[process] = state[1]
-            # A sample that takes long is no reason: a process that computes is left alone. So is the
-            # second process at a record, which may have to wait for its disk as long.
+            # A sample that takes long is no reason: a process that computes is left alone. So is
+            # the second process at a record, which may have to wait for its disk as long.
             hangs = used.get(process, -1) == self._used.get(process)
             if hangs and late[worker] not in self._late:
                 self._late.add(late[worker])
