@@ -86,8 +86,13 @@ class Members:
         for rank, one in enumerate(self.all):
             if rank not in ranks:  # none notices the first end before the last one
                 one.line.post(lambda: closed.wait(LIMIT))
-        for rank in ranks:
-            self.all[rank].line.close()
+        closers = [threading.Thread(target=self.all[rank].line.close) for rank in ranks]
+        for rank in ranks:  # nor does one that is ending, which would vote without the first
+            patch(self.all[rank], "closed", lambda *_: None)
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(LIMIT)
         closed.set()
 
     def silence_after(self, rank: int, message: str) -> threading.Event:
