@@ -46,7 +46,7 @@ LAYERS, SIZE, BATCH = 160, 32, 8
 PLAIN = "plain"
 DDP = {"ddp:25": 25.0, "ddp:0.25": 0.25}
 STARTS = {1: ["paceline", "run"], 2: ["notified", "allreduce"]}
-WARM_UP = 5
+WARM_UP = 15  # more than the steps that are checked for mistakes of a script
 TITLES = ["", "ms a step", "time / plain torch's", "/ DDP's best", "calls into torch"]
 WIDTHS = [20, 10, 24, 24, 18]
 LIMIT = timedelta(seconds=60)
