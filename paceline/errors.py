@@ -43,7 +43,8 @@ class Message(str):
 
     def __new__(cls, template: str, *values: object) -> Message:
         message = super().__new__(cls, _rendered(template, values, as_flag))
-        message._template, message._values = template, values
+        message._template = template
+        message._values = values
         return message
 
     def render(self, name_of: Callable[[str], str] = as_flag) -> str:
@@ -109,7 +110,10 @@ class ConfigError(PacelineError, ValueError):
         rule: str | Message = "",
         remedy: str | Message = "",
     ) -> None:
-        self.flag, self.value, self.rule, self.remedy = flag, value, rule, remedy
+        self.flag = flag
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
         if flag:
             given = f" {value}" if f"{value}" else ""
             ending = Message("; {}.", remedy) if f"{remedy}" else "."
@@ -156,7 +160,10 @@ class PeerLost(CommError):
         cause: str = "",
         name: str = "",
     ) -> None:
-        self.rank, self.peer, self.operation, self.cause = rank, peer, operation, cause
+        self.rank = rank
+        self.peer = peer
+        self.operation = operation
+        self.cause = cause
         self.name = name
         if operation:
             lost = name or ("a peer" if peer is None else f"rank {peer}")
@@ -208,7 +215,10 @@ class RankStateError(PacelineError):
     """
 
     def __init__(self, reason: str, *, parameter: str = "", start: int = 0, stop: int = 0) -> None:
-        self.reason, self.parameter, self.start, self.stop = reason, parameter, start, stop
+        self.reason = reason
+        self.parameter = parameter
+        self.start = start
+        self.stop = stop
         of = f" of values {start:,} to {stop - 1:,} of {parameter}" if parameter else ""
         super().__init__(f"The state{of} can't be merged from the parts of all ranks: {reason}.")
 

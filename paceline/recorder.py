@@ -68,7 +68,8 @@ class MemberRecorder:
     """
 
     def __init__(self, recorder: Recorder, require_member: Callable[[], None]) -> None:
-        self._recorder, self._require_member = recorder, require_member
+        self._recorder = recorder
+        self._require_member = require_member
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Pass a span on."""

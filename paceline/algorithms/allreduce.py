@@ -44,7 +44,8 @@ def make_allreduce(
         end_startup: called once, after the first step; by default the communicator's.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
     """
-    dense, alone = dense_of(buckets), communicator.world_size == 1
+    dense = dense_of(buckets)
+    alone = communicator.world_size == 1
     exchange: Exchange = NoExchange(len(dense))
     if not alone:
         exchange = Collectives(dense, communicator, statistics.flat)

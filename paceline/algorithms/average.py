@@ -110,17 +110,22 @@ class WeightAverage:
         end_startup: Callable[[], None],
         residuals: RankState | None = None,
     ) -> None:
-        self._buckets, self._exchange, self._schedule = tuple(buckets), exchange, schedule
+        self._buckets = tuple(buckets)
+        self._exchange = exchange
+        self._schedule = schedule
         self._of_model = {i: b for i, b in enumerate(buckets) if isinstance(b, MergedBucket)}
         self._fragments = [_Fragment(buckets=tuple(indices)) for indices in fragments]
-        self._mix, self._recorder, self.residuals = mix, recorder, residuals
+        self._mix = mix
+        self._recorder = recorder
+        self.residuals = residuals
         self._end_startup: Callable[[], None] | None = end_startup
         self._step = 0  # the next one
         self._shows_anchor = False
         self._fresh = True  # no step was made, and nothing was restored
         self._left: list[tuple[int, int]] | None = None  # how parameters were after a step
         self.written = False  # a script has written them since, before the next one
-        self.waited, self.last_round = 0.0, (0, 0)
+        self.waited = 0.0
+        self.last_round = (0, 0)
         self.ends: ServerLost | None = None
         self.close = exchange.close
 
@@ -290,7 +295,8 @@ class WeightAverage:
         if fragment.taken_after is not None:
             self._apply(number)
         samples, of_all = fragment.samples
-        fragment.samples, fragment.taken_after = (0.0, 0), self._step - 1
+        fragment.samples = (0.0, 0)
+        fragment.taken_after = self._step - 1
         if fragment is self._fragments[-1]:
             self.last_round = self.last_round[1], self._step
         self._exchange.begin(1.0, fragment.buckets)
@@ -428,7 +434,8 @@ class WeightAverage:
             if fragment.taken_after is None:
                 continue
             for index in fragment.buckets:
-                each, taken = self._buckets[index], self._buckets[index].taken
+                each = self._buckets[index]
+                taken = self._buckets[index].taken
                 if index not in self._of_model and each.values.names[0] not in own["taken"]:
                     each.take()  # momenta that were not averaged then stay as they are
                     fragment.sums[index] = taken.clone()

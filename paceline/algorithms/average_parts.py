@@ -31,8 +31,11 @@ from paceline.comm.communicator import Communicator, total
 from paceline.errors import RankStateError
 from paceline.reduce.rank_state import restore_parts
 
-SAMPLES, UNMERGED, RESIDUAL = "samples", "unmerged", "residual"  # keys of a part
-OWN, TAKEN = "own", "taken"  # keys of the local state
+SAMPLES = "samples"
+UNMERGED = "unmerged"
+RESIDUAL = "residual"
+OWN = "own"
+TAKEN = "taken"  # keys of the local state
 _HALF = 0.5  # of a sample: numbers of samples are sums of fractions
 
 
@@ -48,7 +51,8 @@ def divide_state(
     """
     state = average.local()
     shared = average.shared()
-    own, samples = state[OWN], state[SAMPLES]
+    own = state[OWN]
+    samples = state[SAMPLES]
     names = {
         name
         for fragment, count in zip(shared["fragments"], samples, strict=True)
@@ -94,7 +98,9 @@ def restore_divided(
     samples = [0.0] * counts
     taken: Mapping[str, Tensor] = {}
     if own:
-        weights, samples, taken = {**local[OWN], **own[UNMERGED]}, own[SAMPLES], local[TAKEN]
+        weights = {**local[OWN], **own[UNMERGED]}
+        samples = own[SAMPLES]
+        taken = local[TAKEN]
     for part in filter(None, lost):
         for number, names in enumerate(shared["fragments"]):
             given = part[SAMPLES][number]

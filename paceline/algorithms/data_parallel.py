@@ -75,7 +75,8 @@ class ReplicatedUpdate:
 
     def __init__(self, updater: Updater | OwnStep, *, deferred: bool = True) -> None:
         self._freeze = partial(updater.freeze, deferred=deferred)
-        self.unit, self.install = updater.unit, updater.update
+        self.unit = updater.unit
+        self.install = updater.update
 
     def return_sums(self) -> None:
         """Do nothing: sums return at once."""
@@ -121,22 +122,30 @@ class DataParallel:
         *,
         alone: bool = False,
     ) -> None:
-        self.buckets, self.state, self.immediate = tuple(buckets), state, alone
-        self._exchange, self._rule, self._statistics = exchange, rule, statistics
+        self.buckets = tuple(buckets)
+        self.state = state
+        self.immediate = alone
+        self._exchange = exchange
+        self._rule = rule
+        self._statistics = statistics
         self.drain = exchange.drain
         self.waited = 0.0
         self._end_startup = end_startup
         self._recorder = recorder or NullRecorder()
         self._awaited: dict[int, int] = {}  # by bucket, the version that is to be waited for
         self._sent: set[int] = set()  # buckets, in this step
-        self._step, self._weight, self._scale = 0, 0.0, 1.0
+        self._step = 0
+        self._weight = 0.0
+        self._scale = 1.0
         self._ended = True  # what is awaited belongs to an ended step and may be installed
         self._reduced = self._exposing = False
 
     def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
         self.install_statistics()
-        self._step, self._weight, self._scale = step, weight, scale
+        self._step = step
+        self._weight = weight
+        self._scale = scale
         self._reduced = False
 
     def before_read(self, bucket: Bucket) -> None:

@@ -128,10 +128,12 @@ class MergedBucket:
     """
 
     def __init__(self, values: Values, flat: Tensor, rule: OuterRule) -> None:
-        self.values, self._rule = values, rule
+        self.values = values
+        self._rule = rule
         self.anchor = torch.empty_like(flat)
         values.read(self.anchor)
-        self.taken, self.change = self.anchor.clone(), torch.zeros_like(self.anchor)
+        self.taken = self.anchor.clone()
+        self.change = torch.zeros_like(self.anchor)
         self.outer = self._kept(require_state(rule, rule.begin(self.anchor), self.anchor))
         self._shown: tuple[int, ...] = ()  # versions of the shown anchor
         self._own: Tensor | None = None  # in the meantime
@@ -239,7 +241,8 @@ def make_buckets(
     """Make what is merged of a model's buckets, and of its running statistics, which come last."""
     merged = []
     for bucket in buckets:
-        numel, first = sum(p.numel() for p in bucket.parameters), bucket.parameters[0]
+        numel = sum(p.numel() for p in bucket.parameters)
+        first = bucket.parameters[0]
         merged.append(MergedBucket(ParameterValues(bucket), first.new_empty(numel).detach(), rule))
     if statistics.flat is not None:
         values = StatisticsValues(statistics)

@@ -61,8 +61,11 @@ class ShardedUpdate:
     def __init__(
         self, buckets: Sequence[Bucket], exchange: PutExchange, shards: ShardOptimizer
     ) -> None:
-        self._buckets, self._exchange, self._shards = buckets, exchange, shards
-        self.install, self.close = shards.install, shards.close
+        self._buckets = buckets
+        self._exchange = exchange
+        self._shards = shards
+        self.install = shards.install
+        self.close = shards.close
         for bucket in buckets:
             if (shard := exchange.shard(bucket.index)) is not None:
                 shards.add_shard(bucket.index, *shard)
@@ -100,7 +103,8 @@ class ShardedState:
     """Rank state of ZeRO-1: shards of the optimizer's state, and any error-feedback residuals."""
 
     def __init__(self, residuals: RankState | None, shards: ShardOptimizer) -> None:
-        self._residuals, self._shards = residuals, shards
+        self._residuals = residuals
+        self._shards = shards
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return both on rank 0."""

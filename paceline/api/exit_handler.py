@@ -117,7 +117,8 @@ class ExitHandler:
             end_process(status)
 
     def _report(self, error: BaseException) -> int:
-        self.failed, error = True, explained_death(error)
+        self.failed = True
+        error = explained_death(error)
         if isinstance(error, KeyboardInterrupt):
             status = _INTERRUPTED
         elif self._alone and not isinstance(error, PacelineError):

@@ -51,7 +51,10 @@ from paceline.wiring import (
     report_recovery,
 )
 
-_FIRST_TIMEOUT, _TIMEOUT, _IDLE_TIMEOUT = 1200.0, 60.0, 1800.0  # seconds; the flags' defaults
+# Seconds, as the flags' defaults.
+_FIRST_TIMEOUT = 1200.0
+_TIMEOUT = 60.0
+_IDLE_TIMEOUT = 1800.0
 
 
 def join(
@@ -199,7 +202,9 @@ def join(
 
 def _open_world(session: Session) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
-    path, output, group = session.run, session.output, session.joined.group
+    path = session.run
+    output = session.output
+    group = session.joined.group
     if group.rank == 0:
         require_installed(output.trackers)
     session.require_equal("versions", version_facts())  # all have closed their earlier worlds
@@ -221,7 +226,9 @@ def _open_world(session: Session) -> World:
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     session = session.join_membership()
     group = session.joined.group
-    start, run, speed = Start(), session.make_run(), SpeedRecorder()
+    start = Start()
+    run = session.make_run()
+    speed = SpeedRecorder()
     if session.default_group:
         open_default_group(session, run)
     losses = LossHistory(partial(report_recovery, run))

@@ -112,7 +112,8 @@ def parallelize(
     activities = world._run.context.activities
     with errors_name_arguments(), activities.call("paceline.parallelize()"):
         session = world._session
-        run, context = world._run, world._run.context
+        run = world._run
+        context = world._run.context
         world._end.require_open("paceline.parallelize()")
         if not isinstance(sync, str | Average):
             raise ConfigError(f"sync is {sync!r}; it must be a text, or a paceline.Average(…).")
@@ -169,7 +170,8 @@ def parallelize(
 
 def _bind(pairs: Sequence[Pair], world: World) -> None:
     """Bind further pairs, and those of earlier calls with them; collective."""
-    earlier, bound = world._pairs, world._bound
+    earlier = world._pairs
+    bound = world._bound
     run = world._run
     everything = [*earlier, *pairs]
     replicas: list[Replica | AveragedReplica] = []
@@ -193,7 +195,8 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
 
 def _replicate(pair: Pair, world: World) -> Replica | AveragedReplica:
     """Bind the only pair."""
-    run, session = world._run, world._session
+    run = world._run
+    session = world._session
 
     def report(note: str | Message) -> None:
         run.recorder.event("note", text=as_arguments(note))

@@ -82,7 +82,9 @@ class Rollback:
     """
 
     def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
-        self._position, self._end, self._run = position, end, run
+        self._position = position
+        self._end = end
+        self._run = run
         self._behind = False  # other ranks are at a later place
         self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
         self.steps: Steps | None = None
@@ -165,7 +167,8 @@ class Rollback:
 
     def next_evaluation(self) -> int:
         """Return the place of the begin of an evaluation that begins now."""
-        done, place = self._position.position.number, int(Place.EVALUATION)
+        done = self._position.position.number
+        place = int(Place.EVALUATION)
         if self._evaluated is not None and self._evaluated[0] == done:
             place = self._evaluated[1] + 2
         self._evaluated = done, place
@@ -194,7 +197,8 @@ class Rollback:
         return True
 
     def _note_entered(self) -> None:
-        self.error, self._behind = None, True
+        self.error = None
+        self._behind = True
         self._in_step = False
         self.entered = True
         self._position.discard_waiting()

@@ -130,7 +130,8 @@ class SamplePosition:
     def end_iteration(self, *, complete: bool) -> None:
         """End it, after the last batch or before."""
         self._trained = None
-        self.iterating, self.left_early = False, not complete
+        self.iterating = False
+        self.left_early = not complete
 
     def use_order(self, order: Order) -> None:
         """Use a loader's order from the first step on.
@@ -153,9 +154,12 @@ class SamplePosition:
             names = {"size": "the number of samples that the sampler draws"}
             names["source"] = "the data set's length"
         for name, saved in (self._saved_order or {}).items():
-            own, subject = getattr(order, name), names.get(name, name)
+            own = getattr(order, name)
+            subject = names.get(name, name)
             if name == "epoch_size":
-                own, saved, subject = own is not None, saved is not None, "drop_last"
+                own = own is not None
+                saved = saved is not None
+                subject = "drop_last"
             if own != saved:
                 raise ConfigError(
                     f"{subject} is {own}, but was {saved} when the checkpoint was written: pass "
@@ -336,7 +340,8 @@ class SamplePosition:
         elif self.order is None:
             self._taken = self._next_taken
         self.waiting.clear()
-        self._trained, self._saved = trained, False
+        self._trained = trained
+        self._saved = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -350,7 +355,8 @@ class SamplePosition:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._taken, self._saved_order = state["taken"], state["order"]
+        self._taken = state["taken"]
+        self._saved_order = state["order"]
         self._saved_stream = state.get("stream")
         self._saved_sums = state.get("sums", ())
         self.saved_draw = state.get("drawn") or None

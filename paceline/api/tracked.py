@@ -84,7 +84,8 @@ class Tracked:
         """Return objects by their default names."""
         named: dict[str, Restorable] = {}
         for tracked in objects:
-            kind, number = type(tracked).__name__, 1
+            kind = type(tracked).__name__
+            number = 1
             name = kind
             while name in named or name in self.objects:
                 number += 1

@@ -42,7 +42,9 @@ class WorldEnd:
     """
 
     def __init__(self, session: Session, run: Run, position: SamplePosition) -> None:
-        self._session, self._run, self._position = session, run, position
+        self._session = session
+        self._run = run
+        self._position = position
         self._close: Callable[[], None] = lambda: None
         self._printed: int | None = None
         self.closed = self.stopped = False

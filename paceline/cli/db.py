@@ -81,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 def _create(config: DbCreateConfig) -> int:
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
-    records, classes = many(len(written.keys), "record"), many(len(written.classes), "class")
+    records = many(len(written.keys), "record")
+    classes = many(len(written.classes), "class")
     lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "unreadable image")]
     used = set(written.labels)
     empty = [name for label, name in enumerate(written.classes) if label not in used]

@@ -44,7 +44,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         (width, height), count = max(report.sizes.items(), key=lambda item: item[1])
         yield "most common", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"
     if report.labels:
-        most, least = max(report.labels.values()), min(report.labels.values())
+        most = max(report.labels.values())
+        least = min(report.labels.values())
         each = many(most, "record") if least == most else f"{least:,} to {most:,} records"
         yield "labels", f"{many(len(report.labels), 'distinct label')}, {each} per label"
 

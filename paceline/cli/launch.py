@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, `-n` as `--num_workers`, and the command after them."""
-    words, flags = deque(argv), list[str]()
+    words = deque(argv)
+    flags = list[str]()
     while words and words[0].startswith("-") and words[0] != "--":
         flag = words.popleft()
         flags.append("--num_workers" if flag == "-n" else flag)

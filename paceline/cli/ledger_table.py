@@ -37,7 +37,8 @@ def verdict(proof: Proof) -> str:
         lost = sum(account.lost for account in proof.accounts)
         twice = sum(account.twice for account in proof.accounts)
         return f"Not exact: {lost:,} samples were lost, {twice:,} were duplicated or misplaced."
-    done, committed = proof.done - proof.base, proof.committed - proof.base
+    done = proof.done - proof.base
+    committed = proof.committed - proof.base
     of_all = "" if proof.extent.epochs is None else f" of {proof.extent.total:,}"
     each = "position in the sampler's order" if proof.extent.drawn else "sample"
     parts = [f"Exact: each {each} was trained exactly once, in {done:,}{of_all} steps"]
@@ -92,7 +93,8 @@ def _table(proof: Proof) -> ConsoleRenderable:
     few = len(proof.accounts) <= _ROWS  # otherwise consecutive equal epochs share a row
     for _, group in groupby(proof.accounts, lambda a: (a.epoch if few else -1, *astuple(a)[1:])):
         accounts = list(group)
-        first, last = accounts[0], accounts[-1]
+        first = accounts[0]
+        last = accounts[-1]
         numbers = [first.owed, first.once, *([first.skipped] if skipped else [])]
         numbers += [first.lost, first.twice, first.committed]
         epochs = f"{first.epoch + 1}" + (f"–{last.epoch + 1}" if last is not first else "")

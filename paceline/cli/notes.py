@@ -15,7 +15,8 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
         gpus: the number of GPUs on this machine.
         launcher: of the workers, unless it is Paceline's supervisor.
     """
-    world, workers = config.world, config.world.workers
+    world = config.world
+    workers = config.world.workers
     asked = world.gpus or world.num_gpus
     if asked and not gpus and not world.use_cpu:
         plural = "s" if workers > 1 else ""

@@ -48,7 +48,8 @@ def _bar(title: str, unit: str, console: Console, clock: Callable[[], float]) ->
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rate)
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(title, rate="")
-        start, shown = clock(), 0.0
+        start = clock()
+        shown = 0.0
 
         def show(done: int, total: int) -> None:
             nonlocal shown

@@ -46,7 +46,9 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     the interpreter's shutdown, which takes torch a second of the few that a signal leaves.
     """
     sys.path.insert(0, "")  # for a user's own model, as with `python -m`
-    plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
+    plan = RunPlan.of(config.world, workers=1)
+    launched = environment.launched
+    world = config.world
     lasting = world.file_store_path or world.redis_host or world.redis_url or world.etcd
     try:
         if launched is not None and not launched.launch_id and lasting and not world.run_id:
@@ -93,8 +95,10 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
     Raises:
         ConfigError: a flag contradicts the launcher; names both values.
     """
-    group, machine = joined.group, joined.group.machine
-    workers, machines = group.local_world_size, len(group.generation.workers_per_machine)
+    group = joined.group
+    machine = joined.group.machine
+    workers = group.local_world_size
+    machines = len(group.generation.workers_per_machine)
     flags = ("gpus", "num_gpus", "num_workers")
     counted = next((flag for flag in flags if _given(world, flag)), "num_workers")
     for flag, given, there, started in (
@@ -120,10 +124,13 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
 
 
 def _work(config: TrainConfig, joined: Joined) -> None:
-    group, limit = joined.group, config.world.first_iter_timeout
+    group = joined.group
+    limit = config.world.first_iter_timeout
     world = fitted(replace(config.world, run_id=config.world.run_id or _UNNAMED), joined)
-    config, run_id = replace(config, world=world), config.world.run_id
-    output, anew = Path(config.output.output_dir), config.output.resume == "no"
+    run_id = config.world.run_id
+    config = replace(config, world=world)
+    output = Path(config.output.output_dir)
+    anew = config.output.resume == "no"
     if group.rank == 0 and not run_id:
         run_id = choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(joined.from_rank_0("run id", run_id, limit))
@@ -144,7 +151,8 @@ def _work(config: TrainConfig, joined: Joined) -> None:
 
 def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bool) -> None:
     """Check on each machine, then open its folder: nothing is written before all have checked."""
-    group, limit = joined.group, config.world.first_iter_timeout
+    group = joined.group
+    limit = config.world.first_iter_timeout
     opened = f"opened/{group.machine}"
     if group.local_rank > 0:
         joined.await_all([opened], "the first process here didn't open the run folder", limit)

@@ -77,7 +77,8 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
         start = wiring.find_start(config.output, folder, config.identity(), run)
         run.trace = wiring.build_trace(config.output, run, folder)
-        speed, losses = SpeedRecorder(), LossHistory(partial(wiring.report_recovery, run))
+        speed = SpeedRecorder()
+        losses = LossHistory(partial(wiring.report_recovery, run))
         run.recorder = wiring.build_recorder(config, run, folder, start, speed, losses)
         stack.callback(run.recorder.close)
         if run.leads:

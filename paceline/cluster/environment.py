@@ -142,7 +142,8 @@ def note_for_supervisor(machines: int, workers: int) -> str:
     with suppress(ConfigError):  # a supervisor doesn't need these variables
         launched = launched_by(os.environ)
     if launched is not None and launched.world_size > machines:
-        command, size = command_of(launched.launcher), launched.world_size
+        command = command_of(launched.launcher)
+        size = launched.world_size
         return (
             f"{command} started this command {size} times, and each starts a run of its own, of "
             f"{machines * workers} in all. To train together, start the script itself by "
@@ -171,7 +172,8 @@ def read_secret(file: str = "") -> str:
         secret = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't text"
-        secret, rule = "", f"can't be read ({reason})"
+        secret = ""
+        rule = f"can't be read ({reason})"
     else:
         rule = "is empty"
     if not secret:

@@ -94,17 +94,16 @@ class ConnectionWindow(BlockingWindow):
         notifications: int,
         marks: int = 0,
     ) -> None:
-        self.rank, self.world_size = rank, len(sockets)
+        self.rank = rank
+        self.world_size = len(sockets)
         self.memory = memory
         self._mapped = mapped
         self._transport = transport = Transport(sockets, memory.numpy(), notifications, marks)
         self.values = transport.values
-        self.subscribe, self.wake, self.close, self.interrupt = (
-            transport.subscribe,
-            transport.wake,
-            transport.close,
-            transport.interrupt,
-        )
+        self.subscribe = transport.subscribe
+        self.wake = transport.wake
+        self.close = transport.close
+        self.interrupt = transport.interrupt
         self._ends = [end for ends in sockets for end in ends]
         close_in_children(self, _close_ends)
 
@@ -129,7 +128,8 @@ class ConnectionWindow(BlockingWindow):
         """Queue a put, or copy at once where the memory is shared."""
         self._require(peer, f"a put to rank {peer}")
         data = [] if source is None else [source] if isinstance(source, Tensor) else list(source)
-        at, shared = offset, self._mapped[peer]
+        at = offset
+        shared = self._mapped[peer]
         if data and shared is not None:
             for piece in bytes_of(source):
                 shared[at : at + piece.numel()].copy_(piece)

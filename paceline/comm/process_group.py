@@ -39,8 +39,10 @@ from paceline.errors import CommError, PeerLost
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
-_LOOK_S, _GRACE_S = 1.0, 4.0  # in a wait: between looks at the connections; after one is closed
-_CLOSE_S, _POLL_S = 0.1, 0.001  # the wait for a group's threads
+_LOOK_S = 1.0  # in a wait: between two looks at the connections
+_GRACE_S = 4.0  # in a wait: after a connection is closed
+_CLOSE_S = 0.1  # the wait for a group's threads
+_POLL_S = 0.001  # between two looks at them
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
@@ -127,7 +129,8 @@ class ProcessGroupCommunicator:
         Raises:
             CommError: a rank did not connect in time.
         """
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.timeout = Timeout(first_timeout, timeout, activities)
         self._longest = activities.longest
         limit = timedelta(seconds=first_timeout)
@@ -182,7 +185,8 @@ class ProcessGroupCommunicator:
         """
         self._works.clear()
         with self._ending:
-            self._group, self._loops = None, []
+            self._group = None
+            self._loops = []
 
     def interrupt(self) -> None:
         """Shut the connections down, from any thread; NCCL's group is aborted."""
@@ -200,7 +204,9 @@ class ProcessGroupCommunicator:
             return
         shut_down(self._loops)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
-        group, works, loops = self._group, list(self._works), self._loops
+        group = self._group
+        works = list(self._works)
+        loops = self._loops
         self.close()
         UNFINISHED.add(group, works, loops)
 
@@ -286,7 +292,9 @@ class _StreamTicket:
     """
 
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
-        self._work, self._rank, self._limit = work, rank, limit
+        self._work = work
+        self._rank = rank
+        self._limit = limit
 
     def done(self) -> bool:
         return self._work.is_completed()

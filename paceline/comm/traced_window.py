@@ -19,7 +19,8 @@ class TracedWindow(WindowWrapper):
     def __init__(self, window: Window, number: int, recorder: Recorder) -> None:
         super().__init__(window)
         self.close = window.close
-        self._number, self._recorder = number, recorder
+        self._number = number
+        self._recorder = recorder
 
     def put(
         self,

@@ -207,15 +207,15 @@ class WindowWrapper:
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self.rank, self.world_size = window.rank, window.world_size
-        self.memory, self.values = window.memory, window.values
-        self.peer_memory, self.subscribe, self.wake, self.lost_first, self.interrupt = (
-            window.peer_memory,
-            window.subscribe,
-            window.wake,
-            window.lost_first,
-            window.interrupt,
-        )
+        self.rank = window.rank
+        self.world_size = window.world_size
+        self.memory = window.memory
+        self.values = window.values
+        self.peer_memory = window.peer_memory
+        self.subscribe = window.subscribe
+        self.wake = window.wake
+        self.lost_first = window.lost_first
+        self.interrupt = window.interrupt
 
 
 class PutEvent(NamedTuple):

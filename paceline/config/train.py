@@ -113,7 +113,8 @@ def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str
     trains = "num_epochs" in known and "num_epochs" in wanted  # not so a run of a script
     for name in {**wanted, **known}:
         default = _defaults().get(name) if trains else None
-        before, now = _plain(known.get(name, default)), _plain(wanted.get(name, default))
+        before = _plain(known.get(name, default))
+        now = _plain(wanted.get(name, default))
         more = name == "num_epochs" and trains and before <= now
         skips = name == "bad_records" and (before, now) == ("stop", "skip")
         if before != now and not (more or skips):

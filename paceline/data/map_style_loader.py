@@ -85,7 +85,9 @@ class MappedLoader:
     ) -> None:
         _check(dataset, order, num_workers)
         self._dataset = SeededDataset(dataset, order.seed)
-        self._order, self._rank_and_size, self._shares = order, rank_and_size, shares
+        self._order = order
+        self._rank_and_size = rank_and_size
+        self._shares = shares
         self._min_slice = min_slice
         self._options: dict[str, Any] = {
             "collate_fn": collate,
@@ -113,7 +115,8 @@ class MappedLoader:
                 What the data set itself raises comes through as it is.
         """
         self._dataset.require_length(self._order.records)
-        rank_and_size, order = self._rank_and_size(), self._order
+        rank_and_size = self._rank_and_size()
+        order = self._order
 
         def place_of(step: int) -> BatchSlice:
             shares = self._shares(epoch * order.steps + step)

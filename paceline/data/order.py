@@ -28,7 +28,9 @@ from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
 
-_ORDER, _AUGMENT = 1, 2  # purposes: their streams know nothing of each other
+# Purposes of random streams: the two know nothing of each other.
+_ORDER = 1
+_AUGMENT = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,8 @@ class SkippedRecords:
                 f"be used, which is too many to skip; the last of them: {self._last}"
             )
         if place.epoch != self._epoch:
-            self._epoch, self._in_epoch = place.epoch, {}
+            self._epoch = place.epoch
+            self._in_epoch = {}
         self._in_epoch |= bad
         if self._in_epoch and place.step == place.steps - 1:
             first = next(iter(self._in_epoch.values()))

@@ -24,7 +24,8 @@ from paceline.data.map_style_loader import as_data_errors, begun
 from paceline.data.result_queue import as_context
 from paceline.data.seeded_dataset import kept_streams, seed_streams
 
-_WORKERS, _IN_PROCESS = 6, 7  # purposes of random streams
+_WORKERS = 6  # purposes of random streams
+_IN_PROCESS = 7
 _TIMEOUT_S = 600.0  # the longest wait for a batch of the worker processes
 
 

@@ -254,7 +254,8 @@ class GenerationContext:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
-        group, number = self.world, next(self._windows)
+        group = self.world
+        number = next(self._windows)
         machines = self.mesh.lines("machine")
         exchanging = [ranks[:1] for ranks in machines] if leaders else machines
         sharing = next((ranks for ranks in exchanging if group.rank in ranks), None)
@@ -316,7 +317,8 @@ class GenerationContext:
     def _end(self, how: Callable[[Communicator], Callable[[], None]]) -> None:
         """End everything, the newest first, each even if another fails."""
         with self._interrupting:
-            ending, self._communicators = self._communicators, []
+            ending = self._communicators
+            self._communicators = []
         with ExitStack() as ends:
             for communicator in ending:
                 ends.callback(how(communicator))

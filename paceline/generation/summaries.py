@@ -103,7 +103,8 @@ class StepSummaries:
         limits: tuple[float, float] = (60.0, 60.0),
         activities: PeerActivities = NO_PEERS,
     ) -> None:
-        self.communicator, self.alone = communicator, communicator.world_size == 1
+        self.communicator = communicator
+        self.alone = communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
         self._timeout = Timeout(*limits, activities)
         self._pending: deque[_Pending] = deque()
@@ -177,7 +178,8 @@ class StepSummaries:
         while self._pending and self._pending[0].step < before:
             pending = self._pending.popleft()
             began = perf_counter() if pending.timed else 0.0
-            numbers, ranks = self._numbers(pending), self.communicator.world_size
+            numbers = self._numbers(pending)
+            ranks = self.communicator.world_size
             if pending.timed:
                 self.waited += perf_counter() - began
             timed = len(numbers) - _MARKS - pending.timed  # where the times begin

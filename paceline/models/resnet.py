@@ -96,7 +96,8 @@ class ResNet(nn.Module):
         width, shortcut = (16, PadShortcut) if small else (64, _projection)
         self.conv1 = convolution(num_channels, width, 3 if small else 7, 1 if small else 2)
         self.bn1 = nn.BatchNorm2d(width)
-        self._pools, self._stages = not small, [f"layer{n + 1}" for n in range(len(depths))]
+        self._pools = not small
+        self._stages = [f"layer{n + 1}" for n in range(len(depths))]
         channels = width
         for number, depth in enumerate(depths):
             layer = stage(block, channels, width << number, depth, min(number, 1) + 1, shortcut)

@@ -73,7 +73,8 @@ class ChangeAccount:
     def lose(self, step: int) -> None:
         """Note that the training thread has the error of a lost peer, in a step."""
         self._noticed = self._clock()
-        self._lost, self._replaying = max(step, self._lost), False
+        self._lost = max(step, self._lost)
+        self._replaying = False
 
     def leave(self) -> None:
         """Note that the training thread waits for the decision from now on."""
@@ -91,11 +92,15 @@ class ChangeAccount:
 
     def restore(self, step: int, interval: int) -> None:
         """Note that the snapshot before a step is restored; the next one is an interval later."""
-        self._restored, self._first, self._interval = self._clock(), step, interval
+        self._restored = self._clock()
+        self._first = step
+        self._interval = interval
 
     def enter(self) -> ChangeTimes:
         """Note that the next generation is entered; return what it took."""
-        self._entered, self._began, self._replaying = self._clock(), None, True
+        self._entered = self._clock()
+        self._began = None
+        self._replaying = True
         return ChangeTimes(
             detected_at=self._noticed,
             interrupt=self._left - self._noticed,
@@ -115,6 +120,9 @@ class ChangeAccount:
             self._began = now
         if step < self._lost:
             return None
-        steps, self._lost, self._replaying = self._lost - self._first, 0, False
-        resume, replay = self._began - self._entered, now - self._began
+        steps = self._lost - self._first
+        self._lost = 0
+        self._replaying = False
+        resume = self._began - self._entered
+        replay = now - self._began
         return ReplayTimes(steps=steps, resume=resume, replay=replay)

@@ -78,11 +78,15 @@ class Console(NullRecorder):
     ) -> None:
         self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
         self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
-        self._log, self._shown_epoch, self._clock = log, shown, clock
+        self._log = log
+        self._shown_epoch = shown
+        self._clock = clock
         self._shown = clock()
         self._started = self._shown if started is None else started
         self._rate = ProgressRate(self._shown)
-        self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
+        self._epochs = 0
+        self._world_size = 1
+        self._labels = sys.maxsize
         self._exposed: list[float] = []  # ms, of the steps since the last look
         self._waited_input = 0.0  # ms, likewise
         self._slowest = ""  # the rank that is slower than others
@@ -112,7 +116,8 @@ class Console(NullRecorder):
         self._samples = 0
         self._per_epoch = fields["samples"]
         self._rate = ProgressRate(self._shown)
-        self._epochs, self._world_size = fields["epochs"], fields["world_size"]
+        self._epochs = fields["epochs"]
+        self._world_size = fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
         if fields.get("continued"):
             return
@@ -151,11 +156,13 @@ class Console(NullRecorder):
             self._exposed.clear()
         parts += _input_part(waiting)
         parts += [self._slowest] if self._slowest else []
-        done, steps = fields["epoch_step"] + 1, fields["steps"]
+        done = fields["epoch_step"] + 1
+        steps = fields["steps"]
         self._show(f"epoch {fields['epoch'] + 1}/{self._epochs}", done, steps, parts)
 
     def _speeds(self, fields: Mapping[str, Any]) -> None:
-        rank, each = fields["slowest"], fields["milliseconds"]
+        rank = fields["slowest"]
+        each = fields["milliseconds"]
         self._slowest = "" if rank is None else f"rank {rank} {each[rank] / min(each):.1f}x as slow"
 
     def _evaluate(self, fields: Mapping[str, Any]) -> None:
@@ -167,7 +174,8 @@ class Console(NullRecorder):
     def _epoch(self, fields: Mapping[str, Any]) -> None:
         self._shown = self._clock()
         self._rate.pause(self._shown)
-        seen, self._samples = self._samples, 0  # in this start of the run
+        seen = self._samples
+        self._samples = 0  # in this start of the run
         if fields["epoch"] <= self._shown_epoch():
             return
         parts = [  # without its speed where a lost leader has seen all of the epoch

@@ -100,8 +100,11 @@ class CsvLog(NullRecorder):
     ) -> None:
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         self._head = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
-        self._folder, self._name = folder, f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._leads, self._clock, self._check = leads, clock, check
+        self._folder = folder
+        self._name = f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._leads = leads
+        self._clock = clock
+        self._check = check
         self._epoch = epoch - 1  # of the last row
         self._totals = {self._epoch: totals or Totals()}  # after each epoch since this start
         self._rows: dict[int, str] = {}  # made here, by their epochs
@@ -118,7 +121,8 @@ class CsvLog(NullRecorder):
         if not self._leads():
             self.close()
         elif self._file is None:
-            found, self._took_over = self._open(), True
+            found = self._open()
+            self._took_over = True
             # The lost leader's row may be the first news of an epoch's end, but not of two.
             self.recorded = self._epoch if found is None else min(found, self._epoch + 1)
 
@@ -133,13 +137,17 @@ class CsvLog(NullRecorder):
 
     def close(self) -> None:
         """Close the file."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
     def _add_row(self, fields: Mapping[str, Any]) -> None:
-        now, samples, accuracy = self._clock(), fields["samples"], fields["test_accuracy"]
-        seconds, self._last_row = now - self._last_row, now
+        now = self._clock()
+        samples = fields["samples"]
+        accuracy = fields["test_accuracy"]
+        seconds = now - self._last_row
+        self._last_row = now
         before = self._totals.get(self._epoch, Totals())
         totals = Totals(
             seconds=before.seconds + seconds,
@@ -157,7 +165,8 @@ class CsvLog(NullRecorder):
         }
         row = ",".join(_text(values[key]) for key in COLUMNS.values())
         self._epoch = fields["epoch"]
-        self._rows[self._epoch], self._totals[self._epoch] = row, totals
+        self._rows[self._epoch] = row
+        self._totals[self._epoch] = totals
         if self._file is not None:
             self._file.write(row, self._check)
 

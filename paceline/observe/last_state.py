@@ -65,14 +65,19 @@ def last_state(run: Path) -> LastState:
 def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
     """Return the state that the last events of all members show."""
     generation: int | None = None
-    steps, checkpoint, ended = 0, None, False
+    steps = 0
+    checkpoint = None
+    ended = False
     result: Mapping[str, Any] = {}
     for event in events:
-        kind, number = event.get("event"), event.get("generation")
+        kind = event.get("event")
+        number = event.get("generation")
         if not isinstance(number, int):
             continue
         if generation is None or number > generation:
-            generation, steps, ended = number, 0, False
+            generation = number
+            steps = 0
+            ended = False
             result = {}
         if kind == "checkpoint":
             checkpoint = max(checkpoint or 0, event["step"])

@@ -28,7 +28,8 @@ class LeaderRecorder(NullRecorder):
     def __init__(
         self, leads: Callable[[], bool], open_recorders: Callable[[], Sequence[Recorder]]
     ) -> None:
-        self._leads, self._open_recorders = leads, open_recorders
+        self._leads = leads
+        self._open_recorders = open_recorders
         self._recorders: Sequence[Recorder] | None = None
         self.hand_over()
 
@@ -49,7 +50,8 @@ class LeaderRecorder(NullRecorder):
 
     def close(self) -> None:
         """Close the recorders, also where one fails; its error is raised in the end."""
-        recorders, self._recorders = self._recorders, None
+        recorders = self._recorders
+        self._recorders = None
         with ExitStack() as closing:
             for recorder in recorders or ():
                 closing.callback(recorder.close)

@@ -58,7 +58,8 @@ class LineFile(NullRecorder):
 
     def write(self, line: str, check: MemberCheck | None = None) -> None:
         """Append a line; with `check`, as a member of the world only, whose error it raises."""
-        data, lasts = f"{line}\n".encode(), _always if check is None else check.lasts
+        data = f"{line}\n".encode()
+        lasts = _always if check is None else check.lasts
         written = False
         while not written:
             if check is not None:
@@ -76,7 +77,8 @@ class LineFile(NullRecorder):
 
     def _flush(self, data: bytes = b"", lasts: Callable[[], bool] = _always) -> bool:
         """Write what is unwritten, and `data`; unless `lasts()`, write none and return False."""
-        deadline, write = time.monotonic() + _ROOM_LIMIT_S, self._file.write
+        deadline = time.monotonic() + _ROOM_LIMIT_S
+        write = self._file.write
         unwritten = self._unwritten + data
         while unwritten:
             try:
@@ -88,7 +90,8 @@ class LineFile(NullRecorder):
                 if full and self._waits and time.monotonic() <= deadline:
                     time.sleep(_RETRY_S)
                     continue
-                self._unwritten, self._waits = unwritten, self._waits and not full
+                self._unwritten = unwritten
+                self._waits = self._waits and not full
                 raise
             self._unwritten = unwritten = unwritten[written:]
             lasts = _always  # no line is left torn

@@ -30,7 +30,8 @@ class LossHistory(NullRecorder):
         recovered: Callable[[int, float], None] = lambda generation, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._recovered, self._clock = recovered, clock
+        self._recovered = recovered
+        self._clock = clock
         self._lock = threading.Lock()  # over the losses: the main thread adds, another one reads
         self._losses: list[MemberLoss] = []
         self._newest = 0  # the generation of the newest change

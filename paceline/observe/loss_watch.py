@@ -34,9 +34,13 @@ class LossWatch:
         every: int = 1,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._recorder, self._generation = recorder, generation
-        self._max_loss, self._remedy, self._every = max_loss, remedy, every
-        self._leads, self._skipped = leads, 0
+        self._recorder = recorder
+        self._generation = generation
+        self._max_loss = max_loss
+        self._remedy = remedy
+        self._every = every
+        self._leads = leads
+        self._skipped = 0
 
     def check(self, step: int, sums: Sequence[float]) -> None:
         """Check the loss of a step.
@@ -49,7 +53,9 @@ class LossWatch:
         Raises:
             Diverged: the loss isn't a number or too large, or every update overflows.
         """
-        total, samples, skipped = sums[0], sums[3], sums[4]
+        total = sums[0]
+        samples = sums[3]
+        skipped = sums[4]
         loss = total / samples if samples else 0.0
         if self._leads():
             self._recorder.event("loss", generation=self._generation(), step=step, loss=loss)

@@ -33,7 +33,8 @@ class SpeedRecorder(NullRecorder):
         now = self._clock()
         with self._lock:
             if self._rate is None:
-                self._rate, self._looked = ProgressRate(now), now
+                self._rate = ProgressRate(now)
+                self._looked = now
             elif name == "evaluate":
                 self._rate.pause(now)
             else:

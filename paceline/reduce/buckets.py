@@ -110,7 +110,8 @@ def allocate(templates: Sequence[Tensor]) -> BucketMemory:
     first = templates[0]
     numel = sum(template.numel() for template in templates)
     flat = torch.zeros(numel + len(templates), dtype=first.dtype, device=first.device)
-    views, offset = [], 0
+    views = []
+    offset = 0
     for template in templates:
         views.append(like(template, flat[offset : offset + template.numel()]))
         offset += template.numel()

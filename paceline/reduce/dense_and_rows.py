@@ -64,14 +64,17 @@ class DenseAndRows:
     """
 
     def __init__(self, dense: Exchange, rows: Exchange, dense_count: int, tables: int) -> None:
-        self._dense, self._rows = dense, rows
-        self._first, self._end = dense_count, dense_count + tables
+        self._dense = dense
+        self._rows = rows
+        self._first = dense_count
+        self._end = dense_count + tables
         self.zero_copy = dense.zero_copy
 
     @property
     def traffic(self) -> Sequence[tuple[int, int]]:
         """That of both, as it is now."""
-        own, first = self._dense.traffic, self._first
+        own = self._dense.traffic
+        first = self._first
         return [*own[:first], *self._rows.traffic, *own[first:]]
 
     def begin(self, scale: float, indices: Sequence[int] | None = None) -> None:

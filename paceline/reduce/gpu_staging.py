@@ -85,9 +85,12 @@ class GpuStaging:
         timeout: Timeout,
         sums: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        self._exchange, self._timeout = exchange, timeout
-        self.traffic, self.first_to_wait_for = exchange.traffic, exchange.first_to_wait_for
-        self.begin, self.drain = exchange.begin, exchange.drain
+        self._exchange = exchange
+        self._timeout = timeout
+        self.traffic = exchange.traffic
+        self.first_to_wait_for = exchange.first_to_wait_for
+        self.begin = exchange.begin
+        self.drain = exchange.drain
         if sums is None:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
@@ -132,7 +135,8 @@ class GpuStaging:
         """
         stage = self._sent(index, version)
         sums = self._exchange.wait(index, version)
-        borrowed, stage.borrowed = stage.borrowed, []
+        borrowed = stage.borrowed
+        stage.borrowed = []
         check_unwritten(borrowed)
         with self._streams.beside(), torch.no_grad():
             found = [

@@ -59,7 +59,8 @@ def join_ranges(name: str, template: Tensor, parts: Sequence[Ranges]) -> dict[st
         RankStateError: no part has some values, or parts differ.
     """
     entries: dict[str, Any] = {}
-    end, numel = 0, template.numel()
+    end = 0
+    numel = template.numel()
     ranges = sorted((part[name] for part in parts if name in part), key=itemgetter(0, 1))
     for start, stop, own in ranges:
         if start > end:

@@ -57,10 +57,12 @@ class EncodedBucket:
 
     def ranges(self, feedback: ErrorFeedback, flat: Tensor) -> dict[str, tuple[int, int, Tensor]]:
         """View the values of the local shard, by parameter, as (start, stop, values)."""
-        ends, shard = list(accumulate(self.layout.spec.lengths)), feedback.values
+        ends = list(accumulate(self.layout.spec.lengths))
+        shard = feedback.values
         found = {}
         for name, first, last in zip(self.names, [0, *ends], ends, strict=False):
-            start, stop = max(first, shard.start), min(last, shard.stop)
+            start = max(first, shard.start)
+            stop = min(last, shard.stop)
             if start < stop:
                 values = flat[start - shard.start : stop - shard.start]
                 found[name] = (start - first, stop - first, values)
@@ -86,7 +88,9 @@ class Residuals:
         rank: int,
         bucket_mb: float = 0.0,
     ) -> None:
-        self._buckets, self._topology, self._rank = buckets, topology, rank
+        self._buckets = buckets
+        self._topology = topology
+        self._rank = rank
         self._bucket_mb = bucket_mb
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
@@ -167,10 +171,12 @@ class Residuals:
     def _part(self, residual_of: Callable[[ErrorFeedback], Tensor]) -> dict[str, Any]:
         """Return this rank's part: one residual of each of its local shards."""
         found: dict[str, tuple[int, int, Tensor]] = {}
-        scale, version = 1.0, 0
+        scale = 1.0
+        version = 0
         for bucket, feedback in self._own():
             found |= bucket.ranges(feedback, residual_of(feedback))
-            scale, version = feedback.scale, feedback.version
+            scale = feedback.scale
+            version = feedback.version
         return {"scale": scale, "version": version, "layout": self._place, MISSED: found}
 
     @property

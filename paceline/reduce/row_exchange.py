@@ -152,7 +152,8 @@ class RowExchange:
     @torch.no_grad()
     def _exchange(self, transfer: _Transfer) -> tuple[Tensor | None, int]:
         """Gather all ranks' rows; return their sum, and the number of bytes sent."""
-        index, messages = transfer.table, self._formats[transfer.table]
+        index = transfer.table
+        messages = self._formats[transfer.table]
         first = self._capacities[index]
         received = [self._all_gather(messages.pack(transfer.rows, 0, first), transfer.operation)]
         headers = messages.headers(received[0])

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ABSENT, SPARSE, DENSE = 0, 1, 2  # kinds of gradients; a sum has the largest of its ranks' kinds
+# Kinds of gradients; a sum has the largest of its ranks' kinds.
+ABSENT = 0
+SPARSE = 1
+DENSE = 2
 _HEADER = 16  # bytes: kind and count, int64 each
 _INDEX = 8  # bytes of a row's index
 
@@ -79,7 +82,8 @@ def rows_of(gradient: Tensor | None, weight: float, table: Table) -> SparseRows:
         return SparseRows(kind=ABSENT, indices=indices, values=table.empty)
     if gradient.is_sparse and gradient.sparse_dim() == 1:
         gradient = gradient.coalesce()
-        indices, values = gradient.indices()[0].clone(), gradient.values() * weight
+        indices = gradient.indices()[0].clone()
+        values = gradient.values() * weight
         return SparseRows(kind=SPARSE, indices=indices, values=values)
     values = (gradient.to_dense() if gradient.is_sparse else gradient) * weight
     indices = torch.arange(table.shape[0], device=values.device)
@@ -121,7 +125,8 @@ class RowMessages:
     """
 
     def __init__(self, table: Table) -> None:
-        self._empty, self._row_bytes = table.empty, table.row_bytes
+        self._empty = table.empty
+        self._row_bytes = table.row_bytes
 
     def size(self, capacity: int) -> int:
         """Return the bytes of a message with room for `capacity` rows."""

@@ -38,7 +38,8 @@ from paceline.replica.trained_parameters import Fingerprint, TrainedParameters
 from paceline.state.state_copy import copy_state
 
 AVERAGE = "average"  # key of the state in a checkpoint
-WORKERS, MERGED = "workers", "merged"  # its parts
+WORKERS = "workers"
+MERGED = "merged"  # its parts
 
 
 class AveragedReplica:
@@ -92,9 +93,12 @@ class AveragedReplica:
         size = min(bucket_bytes, max(1, total // fragments))
         buckets = partition(trained.names, trained.groups, size)
         self._open = partial(open_average, buckets)
-        self._average, self._bound, self.bindings = self._open(), True, 1
+        self._average = self._open()
+        self._bound = True
+        self.bindings = 1
         self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
-        self._weight, self._stepping = 1.0, False
+        self._weight = 1.0
+        self._stepping = False
         self._updated = False  # the optimizer has stepped in this step
         self._loading: dict[nn.Module, dict[Tensor, int]] = {}  # versions before a load
         self._undo = ExitStack()
@@ -165,7 +169,9 @@ class AveragedReplica:
             )
         if self._average.begin(number) and self._resets:
             self._optimizer.state.clear()
-        self._weight, self._stepping, self._updated = weight, True, False
+        self._weight = weight
+        self._stepping = True
+        self._updated = False
         try:
             yield
         finally:
@@ -327,13 +333,15 @@ class AveragedReplica:
             CommError: a peer was lost, or didn't answer in time.
         """
         self._stepping = self._updated = False
-        self._average, self._bound = self._open(), True
+        self._average = self._open()
+        self._bound = True
         self.bindings += 1
         self._watch()
         if parts is None:
             self._start = {}
             return True
-        local, shared = self._start[LOCAL], self._start[SHARED]
+        local = self._start[LOCAL]
+        shared = self._start[SHARED]
         communicator = self._ranks
         self._start = {}
         return restore_divided(self._average, parts, local, shared, communicator)

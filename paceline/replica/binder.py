@@ -97,15 +97,21 @@ class ReplicaBinder:
         scope: Scope = WHOLE,
         make_hooks: MakeHooks = ReplicaHooks,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
         self._run = run
         self._purpose = purpose
         self._first_plan = first_plan
-        self._scope, self._make_hooks = scope, make_hooks
-        self._watch, self._earlier, self._settle = watch, earlier, settle
+        self._scope = scope
+        self._make_hooks = make_hooks
+        self._watch = watch
+        self._earlier = earlier
+        self._settle = settle
         self._plan = first_plan()
         self._state_hooks = ExitStack()
-        self.bindings, self.stateful, self.bucketwise = 0, False, False
+        self.bindings = 0
+        self.stateful = False
+        self.bucketwise = False
         self.alone = False
         self.divides_optimizer = False
         self.loads = LoadWatch(model)
@@ -153,14 +159,16 @@ class ReplicaBinder:
         """
         old = self._bound
         self._plan = plan or self._plan
-        stateful, state = self.stateful, self.state()
+        stateful = self.stateful
+        state = self.state()
         old.synchronizer.drain()
         self.unbind()
         new = self.bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
             self.restore(broadcast_state(self._ranks, state, what))
-        new.exchanging, new.kept = old.exchanging, old.kept
+        new.exchanging = old.exchanging
+        new.kept = old.kept
         self.settle_before_states()
         return new
 
@@ -191,7 +199,8 @@ class ReplicaBinder:
         """
         self.loads.take()  # of a step that isn't made
         if self.hooks is not None:
-            self._trained, self._reads = self.hooks.trained, self.hooks.reads
+            self._trained = self.hooks.trained
+            self._reads = self.hooks.reads
             self.unbind()
             self.hooks = None
 

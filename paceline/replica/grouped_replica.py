@@ -56,7 +56,8 @@ class GroupedHooks(ReplicaHooks):
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
         self._install_statistics()
-        self.exchanged, self._share = False, weight
+        self.exchanged = False
+        self._share = weight
         super().begin(number, weight, scale)
 
     def settle(self) -> None:
@@ -196,7 +197,8 @@ class GroupedReplica(Replica):
                 copier.end(binding.synchronizer.state, in_step=False)
                 binding.copier = None
             binding.rest()
-        self._number, self._watch.left = None, True
+        self._number = None
+        self._watch.left = True
 
     def _done(self) -> None:
         super()._done()

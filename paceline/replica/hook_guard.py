@@ -43,7 +43,8 @@ class HookGuard:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters = parameters
+        self._names = names
         self.compares = True
         self._next = -1  # the number of the first hook that the last look can't have seen
         self._comparisons: dict[tuple[int, bool], _Comparison] = {}
@@ -152,7 +153,8 @@ class _Comparison:
             self._given = gradient, gradient._version, gradient.detach().clone()
 
     def _after(self, value: Tensor) -> None:
-        given, self._given = self._given, None
+        given = self._given
+        self._given = None
         gradient = self._gradient(value)
         if given is None or gradient is None:
             return
@@ -186,7 +188,8 @@ class _Comparison:
         if before.layout is not torch.strided or before.shape != after.shape:
             return False
         limits = torch.finfo(before.dtype)
-        finite, size = before.isfinite(), before.abs()
+        finite = before.isfinite()
+        size = before.abs()
         kept = finite & (after != 0)
         wrong = (before == 0) & (after != 0) | ~finite & after.isfinite()
         if not bool(kept.any()):

@@ -78,14 +78,17 @@ class ReplicaHooks:
         reads: ReadMap | None,
         earlier: EarlierBuffers,
     ) -> None:
-        self.trained, self.synchronizer = trained, synchronizer
-        self._watch, self._earlier = watch, earlier
+        self.trained = trained
+        self.synchronizer = synchronizer
+        self._watch = watch
+        self._earlier = earlier
         self._watches_backward = False
         self._hooked: dict[int, nn.Parameter] = {}  # by index, the parameters with hooks
         self._versions: list[int] = []  # theirs, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
         self._frozen = [p for p in trained.groups if p not in self.gradients.parameters]
-        self.kept, self._weight = KeptGradients(), 1.0
+        self.kept = KeptGradients()
+        self._weight = 1.0
         self.added_to_kept = False
         self._last: tuple[ref[Tensor], int] | None = None  # the first gradient after a step
         self.exchanging = True
@@ -110,7 +113,8 @@ class ReplicaHooks:
 
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
-        self._running, self.copier = True, None  # one that a failed step left is given up
+        self._running = True
+        self.copier = None  # one that a failed step left is given up
         self._reading = False
         self._left.update(self.synchronizer.buckets)
         self._watches_backward = False
@@ -173,7 +177,8 @@ class ReplicaHooks:
         """After the first step, use the reads that it has traced."""
         if self._tracer is None:
             return
-        reads, self._tracer = self._tracer.finish(self.gradients.parameters), None
+        reads = self._tracer.finish(self.gradients.parameters)
+        self._tracer = None
         self._use_reads(reads)
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
@@ -362,7 +367,8 @@ class ReplicaHooks:
     def _note_added(self, parameter: nn.Parameter) -> None:
         """Note whether backward has added to the first gradient of an earlier step, unwritten."""
         assert self._last is not None
-        (kept, version), self._last = self._last, None
+        (kept, version) = self._last
+        self._last = None
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of it by the script
             gradient = parameter.grad
         if gradient is not None and gradient is kept() and gradient._version == version + 1:

@@ -72,7 +72,9 @@ class PatchedMethod(partial[Any]):
             return function(this, *args, **kwargs)
 
         made = super().__new__(cls, function, target)
-        made.__self__, made.__name__, made.__func__ = target, name, method
+        made.__self__ = target
+        made.__name__ = name
+        made.__func__ = method
         made.__wrapped__ = method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
         made._before = vars(target).get(name)
         return made
@@ -156,7 +158,8 @@ class _ScalerFlag:
     """Optimizer flag that calls `on_read` when a `GradScaler` reads it by `__bool__`."""
 
     def __init__(self, value: bool, on_read: Callable[[], None]) -> None:
-        self._value, self._on_read = value, on_read
+        self._value = value
+        self._on_read = on_read
 
     def __bool__(self) -> bool:
         self._on_read()

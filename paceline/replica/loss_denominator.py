@@ -134,7 +134,8 @@ def _reduced(outputs: Sequence[object]) -> tuple[LossTotal | None, Tensor | None
         node, divisor, scaled = nodes.popleft()
         if node is None:
             continue
-        name, following = node.name(), [each for each, _ in node.next_functions]
+        name = node.name()
+        following = [each for each, _ in node.next_functions]
         reduction = getattr(node, "_saved_reduction", None)
         if name == "MeanBackward0" or reduction == _MEAN:
             values = _values(node)

@@ -67,7 +67,8 @@ class ModelStatistics:
         """
         if self._pending is None:
             return
-        (packed, ticket), self._pending = self._pending, None
+        (packed, ticket) = self._pending
+        self._pending = None
         ticket.wait("all_reduce of the running statistics")
         mean, moved = packed.chunk(2)
         assert self._equal is not None

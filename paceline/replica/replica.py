@@ -107,7 +107,8 @@ class Replica:
         purpose: str = "steps",
         buffers: BufferBroadcast | None = None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
         # Of a module without buffers, nothing is broadcast.
         self._buffers = buffers or BufferBroadcast(nn.Module(), run)
         self._next_plan = next_plan
@@ -137,9 +138,11 @@ class Replica:
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
         self._buffers.begin_generation()
-        self._added, self._structure = AddedTensors(model), ModelStructure(model)
+        self._added = AddedTensors(model)
+        self._structure = ModelStructure(model)
         self._binder.settle_before_states()
-        self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
+        self._plain_step = optimizer.step
+        self._plain_zero = optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
         self._patches: list[Callable[[], None]] = [
             patch(optimizer, "step", self._step_optimizer),
@@ -444,7 +447,9 @@ class Replica:
         """
         self._binder.leave()
         self._buffers.discard()
-        self._hooks, self._number, self._copier = None, None, None
+        self._hooks = None
+        self._number = None
+        self._copier = None
         self._forget_earlier_buffers()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
@@ -470,7 +475,8 @@ class Replica:
         """
         self._hooks, whole = self._binder.enter(parts)
         self._buffers.begin_generation()
-        self._when_settled, self._settled = _versions(self._binding.gradients.parameters), True
+        self._when_settled = _versions(self._binding.gradients.parameters)
+        self._settled = True
         return whole
 
     def close(self) -> None:
@@ -572,10 +578,12 @@ class Replica:
         return result
 
     def _forget_earlier_buffers(self) -> None:
-        self._earlier.due, self._earlier.values = False, None
+        self._earlier.due = False
+        self._earlier.values = None
 
     def _done(self) -> None:
-        self._number, self._settled = None, False
+        self._number = None
+        self._settled = False
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         self._binding.end()
 

@@ -49,7 +49,9 @@ class CheckpointBuilder:
     """
 
     def __init__(self, run: Run, replica: AnyReplica, snapshots: StepSnapshots) -> None:
-        self._run, self._replica, self._snapshots = run, replica, snapshots
+        self._run = run
+        self._replica = replica
+        self._snapshots = snapshots
         self._objects = snapshots.objects
         self.sums: dict[int, list[float]] = {}
         self.copied: Checkpoint | None = None
@@ -118,7 +120,8 @@ class CheckpointBuilder:
             borrowed = self._snapshots.borrow()
             if borrowed is None:
                 return self.copied
-            sent, sums = borrowed.state[POSITION]["sent"], self.sums
+            sent = borrowed.state[POSITION]["sent"]
+            sums = self.sums
             if not sent or max(sent) in sums:
                 return self._make(borrowed, sums)
         return None
@@ -143,7 +146,8 @@ class CheckpointBuilder:
         *,
         best: bool = False,
     ) -> Checkpoint:
-        state, objects = borrowed.state, self._objects
+        state = borrowed.state
+        objects = self._objects
         of_pairs = [gathered or {}]
         if objects.others:
             of_pairs = [(gathered or {}).get(str(pair)) or {} for pair in range(len(objects.pairs))]

@@ -87,9 +87,12 @@ class CheckpointSchedule:
         settle: Callable[[], Position],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._replica = run, replica
-        self._snapshots, self._writer = snapshots, writer
-        self._settle, self._clock = settle, clock
+        self._run = run
+        self._replica = replica
+        self._snapshots = snapshots
+        self._writer = writer
+        self._settle = settle
+        self._clock = clock
         self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
@@ -114,8 +117,10 @@ class CheckpointSchedule:
         self._builder.begin_generation(number)
         if self._writes is not None:
             self._writes.begin_generation(number)
-        self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
-        self._copied_at, self._cost = self._clock(), 0.0
+        self._saved_at = self._clock()
+        self._saved_number = number if saved else number - 1
+        self._copied_at = self._clock()
+        self._cost = 0.0
 
     def discard(self) -> None:
         """Discard all states in memory, because the replicas differ: no file is made of them."""
@@ -167,11 +172,13 @@ class CheckpointSchedule:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         self._publish_committed(before=number - 1)
-        newest, done = self._snapshots.newest_committed, position.number
+        newest = self._snapshots.newest_committed
+        done = position.number
         self._builder.forget_sums(before=number if newest is None else newest.step)
         request = self._due_request(number, done)
         if self._due and not self._snapshots.on:  # were switched off since
-            self._due, request = set(), Request.SAVE
+            self._due = set()
+            request = Request.SAVE
         wanted = request is Request.SAVE and self._by_snapshots and self._snapshots.free(number)
         if wanted:
             self._due.add(number)
@@ -288,7 +295,8 @@ class CheckpointSchedule:
         return self._saving and self._policy.due_by_steps(number)
 
     def _note_saved(self, number: int) -> None:
-        self._saved_at, self._saved_number = self._clock(), number
+        self._saved_at = self._clock()
+        self._saved_number = number
 
     def _publish_committed(self, *, before: int, wait: bool = False) -> None:
         """Commit by the summaries of steps below `before`, and begin to write what was due.
@@ -314,8 +322,10 @@ class CheckpointSchedule:
         self, *, best: bool = False, together: bool = True
     ) -> tuple[Checkpoint | None, int]:
         """Settle and copy; return the checkpoint on rank 0, and the step that it precedes."""
-        began, position = self._clock(), self._settle()
-        borrowed, number = None, position.number
+        began = self._clock()
+        position = self._settle()
+        borrowed = None
+        number = position.number
         if not self._saving:
             return None, number
         collective = together or self._gathers or self._snapshots.alone

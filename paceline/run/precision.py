@@ -53,11 +53,14 @@ class Precision:
         clip_norm: float = 0.0,
         clip_value: float = 0.0,
     ) -> None:
-        self._dtype, self._device = DTYPES[dtype], device
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._dtype = DTYPES[dtype]
+        self._device = device
+        self._clip_norm = clip_norm
+        self._clip_value = clip_value
         scaled = self._dtype is torch.float16  # a disabled scaler changes nothing
         self._scaler = scaler = torch.amp.GradScaler(device.type, enabled=scaled)
-        self.scale, self.state_dict = scaler.get_scale, scaler.state_dict
+        self.scale = scaler.get_scale
+        self.state_dict = scaler.state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of loss scaling; an interrupted step is forgotten."""

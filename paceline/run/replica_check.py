@@ -54,7 +54,8 @@ class ReplicaCheck:
         self._run = run
         self.due: float = 0 if enabled else math.inf
         self._equal: int | None = None  # completed steps of the newest state that was equal
-        self._interval, self._last = 1, 0  # in steps; the last step that was checked
+        self._interval = 1  # in steps
+        self._last = 0  # the last step that was checked
         self._first = 0  # step of the generation
         self._sums: dict[int, Checksums] = {}  # whose codes haven't been compared, by step
         self._seconds: deque[float] = deque(maxlen=_COUNTED)
@@ -69,7 +70,9 @@ class ReplicaCheck:
         """Forget the states that weren't compared; the next one is checked."""
         self._sums.clear()
         if self.enabled:
-            self.due, self._interval, self._last = number, 1, number
+            self.due = number
+            self._interval = 1
+            self._last = number
             self._first = number
             self._time = 0.0
 
@@ -96,7 +99,8 @@ class ReplicaCheck:
             self._sums[step] = sums = _checksums(state)
             code = code_of(sums)
         now = time.monotonic()
-        steps, self._last = step - self._last, step
+        steps = step - self._last
+        self._last = step
         self._schedule()
         interval = 0
         if self._time and steps:  # not the first, which is slower
@@ -189,7 +193,8 @@ class ReplicaCheck:
 
     def _refuse(self, step: int, sums: Checksums) -> None:
         """Stop the run whose replicas differ before a step; collective."""
-        data, what = json.dumps(sums).encode(), "the comparison of the replicas"
+        data = json.dumps(sums).encode()
+        what = "the comparison of the replicas"
         communicator = self._run.context.group("data", "steps")
         texts = gather_bytes(communicator, data, what)
         raise replicas_differ(step, [json.loads(text) for text in texts], self._equal)

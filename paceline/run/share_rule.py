@@ -26,7 +26,8 @@ from paceline.data.shares import balanced
 LEAST_GAIN = 0.03  # of the slowest rank's time; a smaller one isn't worth a change
 WINDOWS = ((3, 2.4), (11, 0.8), (31, 0.3))  # steps of a median, and its factor
 _STEPS = WINDOWS[-1][0]
-_FIRST_NOISE, _FIRST_STEPS = 0.05, 10  # assumed until so many steps have been seen
+_FIRST_NOISE = 0.05  # assumed until `_FIRST_STEPS` steps have been seen
+_FIRST_STEPS = 10
 LEAST = 2  # samples a rank, where the batch has as many: BatchNorm needs more than one value
 
 

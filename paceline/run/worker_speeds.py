@@ -27,7 +27,8 @@ from paceline.run.share_rule import ShareRule, shares_for
 
 LEAD = 3  # steps from a measured one to the first that may have other shares
 UNTIMED = 3  # steps at the start of a generation, which are slower than others
-FIRST, COMPARED = 20, 11  # with equal shares: where the measurement begins, and its steps
+FIRST = 20  # the step where the measurement with equal shares begins
+COMPARED = 11  # the steps of that measurement
 LEAST_MS = 20.0  # of a step; in shorter ones the noise of a shared machine looks like a difference
 LEAST_DIFFERENCE = 0.1  # between two ranks' times a sample; a smaller one isn't reported
 
@@ -57,7 +58,9 @@ class WorkerSpeeds:
         report: Callable[[Message], None] = lambda note: None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._run, self._position, self.measured = run, position, measured
+        self._run = run
+        self._position = position
+        self.measured = measured
         self._report = report
         self._clock = clock
         self.batch_size = 0
@@ -69,7 +72,8 @@ class WorkerSpeeds:
 
     def begin_generation(self) -> None:
         """Measure anew; keep the position's shares where there are as many ranks."""
-        size, planned = self._run.context.along("data").size, self._position.shares
+        size = self._run.context.along("data").size
+        planned = self._position.shares
         if not self.measured or any(len(shares) != size for _, shares in planned):
             planned.clear()
         self._rule = None
@@ -138,7 +142,8 @@ class WorkerSpeeds:
             if not self._left:
                 self.due = math.inf
             return
-        self.due, self._left = math.inf, 0
+        self.due = math.inf
+        self._left = 0
         present = self._equal(summary)
         each = _each([median(column) for column in zip(*self._rows, strict=True)], present)
         clear = self._differ_clearly(present)
@@ -167,7 +172,8 @@ class WorkerSpeeds:
         columns: list[list[float]] = [
             sorted(c) for c in zip(*(_each(row, shares) for row in self._rows), strict=True)
         ]
-        slow, fast = max(column[1] for column in columns), min(column[-2] for column in columns)
+        slow = max(column[1] for column in columns)
+        fast = min(column[-2] for column in columns)
         return slow > (1 + LEAST_DIFFERENCE) * fast
 
     def _report_change(

@@ -61,7 +61,8 @@ class CheckpointHeader(NumberedLineage):
             raise CheckpointError(
                 f"{path}: its lineage is damaged ({error}); use another checkpoint."
             ) from error
-        step, number = position["number"], position["generation"]
+        step = position["number"]
+        number = position["generation"]
         return cls(path=path, step=step, number=number, lineage=lineage)
 
 

@@ -100,7 +100,8 @@ class Checkpoints:
         Raises:
             CheckpointError: the disk is full, or the folder can't be written.
         """
-        path, lineage = self.folder / f"step-{step:08}.pt", self._lineage
+        path = self.folder / f"step-{step:08}.pt"
+        lineage = self._lineage
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.

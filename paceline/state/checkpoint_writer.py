@@ -83,7 +83,9 @@ class CheckpointWriter:
         self.lease_lasts: Callable[[], bool] = lambda: True
         self.announce: Callable[[Checkpoint, Path], object] = lambda checkpoint, path: None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
-        self._checkpoints, self._constant, self._report = checkpoints, constant, report
+        self._checkpoints = checkpoints
+        self._constant = constant
+        self._report = report
         self._writing = threading.Lock()  # held while a file is written
         self._written: SnapshotName | None = None  # the last one
         self._writer: threading.Thread | None = None
@@ -147,7 +149,8 @@ class CheckpointWriter:
     def check(self) -> None:
         """Raise CheckpointError if a file couldn't be written; each failure is raised once."""
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def _write_as_member(self, checkpoint: Checkpoint) -> None:
@@ -169,7 +172,8 @@ class CheckpointWriter:
             if checkpoint.name == self._written:
                 return
             if not finite(checkpoint.parameters):
-                report, self._report = self._report, lambda text: None
+                report = self._report
+                self._report = lambda text: None
                 report(
                     f"parameters are NaN or infinite before step {step}: they are not saved. The "
                     "checkpoints of earlier steps are valid."

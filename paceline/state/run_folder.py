@@ -63,7 +63,8 @@ class RunFolder:
     """Folder of one run, locked by this process from `open` or `hold` until `close`."""
 
     def __init__(self, path: Path, *, shard_id: int) -> None:
-        self.path, self._shard_id = path, shard_id
+        self.path = path
+        self._shard_id = shard_id
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
         self._created = False
@@ -185,7 +186,8 @@ class RunFolder:
         Returns:
             whether this was the last one.
         """
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is None:
             return False
         last = False

@@ -13,7 +13,8 @@ from statistics import median
 
 MAX_STEPS = 1_000  # that a run repeats after it has lost a rank
 _COST = 0.009  # of the time; what is promised is 1%, and some copies take longer
-_SKIPPED, _COUNTED = 2, 5  # snapshots
+_SKIPPED = 2  # of a generation's snapshots: the first are slower
+_COUNTED = 5
 
 
 class SnapshotInterval:
@@ -59,6 +60,7 @@ class SnapshotInterval:
         """Return the measured interval, in steps; 0 as long as too few snapshots were taken."""
         if not self.measuring or len(self._copies) < _COUNTED:
             return 0
-        cost, step = median(self._copies), median(self._plain)
+        cost = median(self._copies)
+        step = median(self._plain)
         cheap = (steps for steps in range(1, MAX_STEPS) if cost < _COST * step * steps)
         return next(cheap, MAX_STEPS)

@@ -163,7 +163,9 @@ class Snapshots:
     def clear(self) -> None:
         """Drop all snapshots; their memory isn't used again."""
         with self._lending:
-            self._snapshots, self._spare, self._limit = [], {}, _RETAINED
+            self._snapshots = []
+            self._spare = {}
+            self._limit = _RETAINED
 
     def start_from(self, name: SnapshotName) -> None:
         """Start a generation from a held snapshot: drop newer ones, but no older one.

@@ -116,7 +116,8 @@ def _tensor(
     data: memoryview, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> Tensor:
     """View a tensor in the bytes; its values must lie in them, and be dense."""
-    kind, count = _DTYPES[dtype], prod(shape)
+    kind = _DTYPES[dtype]
+    count = prod(shape)
     end = offset + count * kind.itemsize
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if min([offset, *shape, *strides]) < 0 or end > data.nbytes or (count and last != count - 1):

@@ -62,7 +62,9 @@ class _Rank:
     """
 
     def __init__(self, buffer: RecorderBuffer, shift: int, puts: dict[_Put, int]) -> None:
-        self._buffer, self._shift, self._puts = buffer, shift, puts
+        self._buffer = buffer
+        self._shift = shift
+        self._puts = puts
         threads = dict.fromkeys([*_THREADS, *(span.thread for span in buffer.spans)])
         self._tids = {thread: number for number, thread in enumerate(threads)}
 
@@ -97,12 +99,14 @@ class _Rank:
 
     def _parameters(self, span: Span) -> dict[str, object]:
         """Name what a span's bucket holds."""
-        bucket, known = span.fields.get("bucket"), self._buffer.buckets
+        bucket = span.fields.get("bucket")
+        known = self._buffer.buckets
         return {"parameters": known[bucket]} if bucket is not None and bucket < len(known) else {}
 
     def _moment(self, moment: TracedPut) -> Iterator[_Event]:
         """Yield a moment of a traced put."""
-        rank, peer = self._buffer.rank, moment.peer
+        rank = self._buffer.rank
+        peer = moment.peer
         ends = (peer, rank) if moment.arrived else (rank, peer)
         number = self._puts.get((moment.window, *ends, moment.notification, moment.value))
         if number is None:

@@ -53,7 +53,9 @@ class StepAccount:
         trace: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._recorders, self._trace, self._clock = recorders, trace, clock
+        self._recorders = recorders
+        self._trace = trace
+        self._clock = clock
         self._spent: dict[str, int] = defaultdict(int)  # ns, by a span's name
         self._waits: dict[object, int] = defaultdict(int)  # ns, by bucket
         self._counts: dict[str, float] = defaultdict(float)
@@ -123,7 +125,10 @@ class _Span:
         fields: dict[str, object],
         traced: AbstractContextManager[None] | None,
     ) -> None:
-        self._account, self._name, self._fields, self._traced = account, name, fields, traced
+        self._account = account
+        self._name = name
+        self._fields = fields
+        self._traced = traced
 
     def __enter__(self) -> None:
         account = self._account
@@ -136,7 +141,8 @@ class _Span:
     def __exit__(self, *error: Any) -> None:
         if self._traced:
             self._traced.__exit__(*error)
-        account, name = self._account, self._name
+        account = self._account
+        name = self._name
         spent = account._clock() - self._began
         if name == "train":
             account._compute = spent - (account._spent_apart - account._before)

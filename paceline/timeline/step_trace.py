@@ -70,7 +70,8 @@ class Trace(NullRecorder):
     ) -> None:
         self.path = path
         self.resources = ExitStack()
-        self._steps, self._machine = steps, machine
+        self._steps = steps
+        self._machine = machine
         self._run = run
         self._clock = clock
         self._report = report
@@ -128,7 +129,8 @@ class Trace(NullRecorder):
         """Write the trace, once, if there is one; collective."""
         if self._written or not self._spans:
             return
-        self._on, self._written = False, True
+        self._on = False
+        self._written = True
         communicator = self._ranks
         made = rounds(communicator, self._clock)
         buffer = RecorderBuffer(
@@ -160,11 +162,14 @@ class _TracedSpan:
     __slots__ = ("_fields", "_name", "_start", "_trace")
 
     def __init__(self, trace: Trace, name: str, fields: dict[str, object]) -> None:
-        self._trace, self._name, self._fields = trace, name, fields
+        self._trace = trace
+        self._name = name
+        self._fields = fields
 
     def __enter__(self) -> None:
         self._start = self._trace._clock()
 
     def __exit__(self, *_: object) -> None:
-        thread, now = threading.current_thread().name, self._trace._clock()
+        thread = threading.current_thread().name
+        now = self._trace._clock()
         self._trace._spans.append(Span(self._name, thread, self._start, now, self._fields))

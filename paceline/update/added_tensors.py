@@ -27,7 +27,8 @@ class AddedTensors:
 
     def take_added(self) -> list[str]:
         """Return the names of tensors that were added since the last call, and forget them."""
-        known, self._known = self._known, self._present()
+        known = self._known
+        self._known = self._present()
         return sorted(name for name, _ in self._known - known)
 
     def _present(self) -> set[tuple[str, nn.Parameter | nn.Module]]:

@@ -266,7 +266,8 @@ class SyncBatchNorm(_BatchNorm):
         """Make one of a BatchNorm's own parameters, buffers, options and hooks."""
         made: SyncBatchNorm = SyncBatchNorm.__new__(SyncBatchNorm)
         made.__dict__.update(module.__dict__)
-        made._exchange, made._name = exchange, name
+        made._exchange = exchange
+        made._name = name
         return made
 
     def forward(self, input: Tensor) -> Tensor:
@@ -320,7 +321,9 @@ class SyncBatchNorm(_BatchNorm):
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
             own = torch.cat([own.new_full((1,), count), mean, var * count])
         rows = self._exchange.gather(own, f"the forward of {self._name}")
-        counts, means, m2 = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+        counts = rows[:, :1]
+        means = rows[:, 1 : 1 + channels]
+        m2 = rows[:, 1 + channels :]
         total = counts.sum()
         # With a part of the batch, other ranks have values, too; a device is asked where unknown.
         if count <= 1 and not 0 < self._exchange.share.weight < 1 and total <= 1:

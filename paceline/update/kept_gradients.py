@@ -109,14 +109,19 @@ class KeptGradients:
         """
         self.before = None
         if not any(map(self._left, self.refused)):
-            self.refused, self.weight = {}, weight
+            self.refused = {}
+            self.weight = weight
 
     def forget(self) -> None:
         """Forget what is kept, because it is about to be zeroed in place."""
-        self.refused, self.before, self.weight, self.shown = {}, None, None, {}
+        self.refused = {}
+        self.before = None
+        self.weight = None
+        self.shown = {}
 
     def _refuse(self, noted: Noted, reason: str) -> None:
-        self.refused, self._reason = noted, reason
+        self.refused = noted
+        self._reason = reason
 
     def _left(self, parameter: nn.Parameter) -> bool:
         noted = self.refused.get(parameter)

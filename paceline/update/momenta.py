@@ -70,8 +70,11 @@ class MomentumValues:
         names: Sequence[str],
         first: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._optimizer, self._index, self._entry = optimizer, index, entry
-        self._parameters, self._first = tuple(parameters), tuple(first)
+        self._optimizer = optimizer
+        self._index = index
+        self._entry = entry
+        self._parameters = tuple(parameters)
+        self._first = tuple(first)
         self.names = tuple(f"{entry} of {name}" for name in names)
         self.lengths = tuple(p.numel() for p in parameters)
         self.dtype: torch.dtype = first[0][entry].dtype

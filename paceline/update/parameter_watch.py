@@ -103,12 +103,15 @@ class ParameterWatch:
         install: Callable[[], object],
         expose: Callable[[nn.Parameter], object],
     ) -> None:
-        self._reduce, self._install, self._expose = reduce, install, expose
+        self._reduce = reduce
+        self._install = install
+        self._expose = expose
         self._kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._own: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._lock = threading.RLock()  # held while something is completed
-        self.gap, self.left = Gap.NOTHING, False
+        self.gap = Gap.NOTHING
+        self.left = False
 
     def bind(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch other parameters from now on."""
@@ -252,7 +255,8 @@ class ParameterGuard:
             ConfigError: a parameter was written or converted.
         """
         for bucket in unit:
-            guarded, noted = self._guarded[bucket.index], self._noted.pop(bucket.index, None)
+            guarded = self._guarded[bucket.index]
+            noted = self._noted.pop(bucket.index, None)
             if noted is not None and (now := _marks_of(guarded.values())) != noted:
                 raise _late_write(_first_difference(list(guarded), now, noted))
 
@@ -272,7 +276,8 @@ class GradientGuard:
         names: Sequence[str],
         make_error: Callable[[str], ConfigError],
     ) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters = parameters
+        self._names = names
         self._make_error = make_error
         self._noted: dict[range, tuple[Sequence[Tensor], list[Any]]] = {}
 
@@ -291,7 +296,8 @@ class GradientGuard:
         Raises:
             ConfigError: a gradient was written, converted, replaced or removed.
         """
-        noted, self._noted = self._noted, {}
+        noted = self._noted
+        self._noted = {}
         for indices, (gradients, marks) in noted.items():
             now = [self._parameters[index].grad for index in indices]
             same = [*map(is_, now, gradients)]

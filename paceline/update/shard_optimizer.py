@@ -88,13 +88,15 @@ class ShardOptimizer:
             )
         _refuse_row_sparse(buckets)
         _refuse_shared_memory(buckets)
-        self._optimizer, self._buckets = optimizer, buckets
+        self._optimizer = optimizer
+        self._buckets = buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
         self._fragments: dict[int, list[_Fragment]] = {}
         self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._guard = ParameterGuard(buckets)
-        self._gathering, self.update_count = False, 0
+        self._gathering = False
+        self.update_count = 0
         self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
             optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
@@ -107,7 +109,8 @@ class ShardOptimizer:
         ends = list(accumulate(p.numel() for p in bucket.parameters))
         fragments = self._fragments[index] = []
         for number, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
-            start, stop = max(first, shard.start), min(last, shard.stop)
+            start = max(first, shard.start)
+            stop = min(last, shard.stop)
             if start < stop:
                 fragment = _Fragment(
                     bucket=index,

@@ -246,7 +246,8 @@ class SubOptimizer:
         param_groups: Mapping[nn.Parameter, int],
         state: dict[Tensor, Any] | None = None,
     ) -> None:
-        self._optimizer, self._state = optimizer, state
+        self._optimizer = optimizer
+        self._state = state
         self._places: list[Any] = []  # strides and dtypes with which a fused update was possible
         self._momenta: list[Any] = []  # and momenta
         self._parameters = list(param_groups)
@@ -263,7 +264,8 @@ class SubOptimizer:
 
     def freeze(self, hyperparameters: StepHyperparameters) -> None:
         """Take the hyperparameters for the next step."""
-        sub, own = self._sub, self._state
+        sub = self._sub
+        own = self._state
         if own is None:
             own = plain_state(self._optimizer)  # load_state_dict() makes a new one
         sub.state = own  # type: ignore[assignment]
@@ -295,10 +297,12 @@ class SubOptimizer:
         Returns:
             whether the update is done.
         """
-        sub, group = self._sub, self._sub.param_groups[0]
+        sub = self._sub
+        group = self._sub.param_groups[0]
         if type(sub) is not SGD or len(sub.param_groups) > 1 or not _may_fuse(group):
             return False
-        parameters, momenta = group["params"], []
+        parameters = group["params"]
+        momenta = []
         if group["momentum"] != 0:
             momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
         try:
@@ -344,7 +348,8 @@ def _lie_as(
             return False
         if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
             return False
-        shape, stride = p.shape, p.stride()
+        shape = p.shape
+        stride = p.stride()
         places = _dense_strides(shape, stride)
         if places is None or gradient.shape != shape:
             return False

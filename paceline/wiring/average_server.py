@@ -123,7 +123,8 @@ class MetServer:
             size=layout.server_size,
             timeout=context.limits[1],
         )
-        own, limit = ProcessIdentity.of_this_process(), _SOONER * context.limits[0]
+        own = ProcessIdentity.of_this_process()
+        limit = _SOONER * context.limits[0]
         invite(self.store, self.registration, invitation, own, limit)
 
 
@@ -136,7 +137,8 @@ def meet_server(run: Run, model: nn.Module, config: SyncConfig, average: Average
     """
     refuse_server(config, average)
     context = run.context
-    group, own = context.world, ProcessIdentity.of_this_process()
+    group = context.world
+    own = ProcessIdentity.of_this_process()
     store = open_start(run.store) if run.store is not None else None
     if store is None:
         raise ConfigError("this run has no store in which a server could register.")

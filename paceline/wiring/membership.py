@@ -50,7 +50,9 @@ from paceline.state.file_integrity import contents_id
 from paceline.state.snapshots import SnapshotName
 from paceline.wiring.peer_line import connect_members
 
-_BACKUP, _CONFIRMED, _DURABLE = "backup", "confirmed", "durable"
+_BACKUP = "backup"
+_CONFIRMED = "confirmed"
+_DURABLE = "durable"
 
 
 def join_membership(
@@ -82,7 +84,8 @@ def join_membership(
     key = f"{group.generation.key_prefix}/witness"
     nonce = Witness.create(store, key=key)
     group = replace(group, generation=replace(group.generation, witness=nonce))
-    generation, member = group.generation, group.member
+    generation = group.generation
+    member = group.member
     membership = Membership(
         generation,
         member,
@@ -112,7 +115,8 @@ def _witness_machine(generation: Generation, store: Store) -> int | None:
 
 def _open_record(group: Group, store: Store, limit: float) -> AcceptorRecord:
     """Open the acceptor record that this machine's supervisor made, or its first process."""
-    generation, machine = group.generation, group.machine
+    generation = group.generation
+    machine = group.machine
     if store.check([supervisor_key(generation, machine)]):
         entry = json.loads(store.get(supervisor_key(generation, machine)))
         return AcceptorRecord.open(entry["record"])
@@ -163,7 +167,8 @@ class MemberLink:
     def __init__(
         self, membership: Membership, generation: Generation, witness_machine: int | None
     ) -> None:
-        self._membership, self._generation = membership, generation
+        self._membership = membership
+        self._generation = generation
         self._witness_machine = witness_machine
         self._run: Run | None = None
         self._folder: Path | None = None
@@ -181,7 +186,8 @@ class MemberLink:
             folder: its folder on this machine; None: it saves no checkpoints.
         """
         self._folder = folder
-        self._run, self._generation = run, run.context.world.generation
+        self._run = run
+        self._generation = run.context.world.generation
         self._membership.begin(self._generation)
         run.may_write = self._membership.may_write
         run.lease_lasts = self._membership.lease_lasts
@@ -261,7 +267,8 @@ class MemberLink:
             detected_at=change.detected_at,
         )
         if group.rank == 0:
-            size, start = many(group.size, "process"), generation.start
+            size = many(group.size, "process")
+            start = generation.start
             verb = "continues" if group.size == 1 else "continue"
             state = "the durable state of step" if durable else "step"
             print_message(
@@ -359,7 +366,9 @@ class MemberLink:
         with suppress(CheckpointError, OSError):
             path = self._folder / FOLDER / Path(body["file"]).name
             if contents_id(path) == body["contents"]:
-                generation, token, step = body["generation"], body["token"], body["step"]
+                generation = body["generation"]
+                token = body["token"]
+                step = body["step"]
                 self._note_durable(
                     Held(generation=generation, token=token, step=step, durable=True)
                 )

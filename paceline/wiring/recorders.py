@@ -110,7 +110,8 @@ def build_recorder(
         others: receive all events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    optim, group = config.optim, run.context.world
+    optim = config.optim
+    group = run.context.world
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
         folder,

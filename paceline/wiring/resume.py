@@ -154,7 +154,8 @@ class Start:
             pair: the index of its model and optimizer, where there are several.
         """
         state = (self.edited or {}).get(exchange_entry(pair))
-        averages, averaged = isinstance(replica, AveragedReplica), AVERAGE in (state or {})
+        averages = isinstance(replica, AveragedReplica)
+        averaged = AVERAGE in (state or {})
         if averages and self.state is not None and not averaged:
             return (
                 "The checkpoint is of a run that exchanged gradients: all workers begin with its "
@@ -261,7 +262,8 @@ def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprin
     """
     if "order" not in state:
         return
-    saved, wanted = _words(Order(**state["order"])), _words(order)
+    saved = _words(Order(**state["order"]))
+    wanted = _words(order)
     if saved != wanted:
         raise ConfigError(
             f"{name} was written with {saved}, but this run has {wanted}. Use the same data and "
@@ -349,7 +351,8 @@ def _no_origin(output: OutputConfig) -> ConfigError:
 
 def _start(state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]) -> Start:
     position = state["position"]
-    epoch, step = position["epoch"], position["step"]
+    epoch = position["epoch"]
+    step = position["step"]
     where = f"epoch {epoch + 1}, {_done(step, 'step')}." if step else f"{_done(epoch, 'epoch')}."
     return Start(
         generation=0 if origin else position["generation"] + 1,

@@ -145,7 +145,8 @@ def serve_generations(
             if following is None:
                 raise
             report(f"{error} The workers continue in their next generation.")
-            invitation, limit = following, following.timeout
+            invitation = following
+            limit = following.timeout
 
 
 def layout_of(invitation: Invitation) -> Layout:
@@ -177,13 +178,16 @@ def layout_of(invitation: Invitation) -> Layout:
 
 def _reporting(server: ShardServer, report: Callable[[str], None]) -> Callable[[], None]:
     """Return what reports the merges so far, about once a minute."""
-    reported, merges = time.monotonic(), 0
+    reported = time.monotonic()
+    merges = 0
 
     def check() -> None:
         nonlocal reported, merges
         now = time.monotonic()
         if now - reported >= _REPORT_S:
-            reported, before, merges = now, merges, min(server.versions)
+            reported = now
+            before = merges
+            merges = min(server.versions)
             if merges > before:
                 report(_account(server))
 

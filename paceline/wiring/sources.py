@@ -40,7 +40,8 @@ def open_sources(config: TrainConfig) -> Databases:
             the test data, or fewer samples than workers.
         DataError: not a database, or one of unknown records.
     """
-    data, seed = config.data, config.optim.seed
+    data = config.data
+    seed = config.optim.seed
     train = _open_source("train_data", data.train_data, data, seed)
     if min(len(train), data.epoch_size) < config.world.workers:
         raise ConfigError(

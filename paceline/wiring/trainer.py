@@ -86,7 +86,8 @@ def build_trainer(
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
-    optim, start = config.optim, start or Start()
+    optim = config.optim
+    start = start or Start()
     order = order_of(config, len(sources.train))
     start.check_order(order, sources.train.fingerprint)
     average = average_from_flags(config.sync.sync, config.average)

@@ -31,7 +31,8 @@ def main(path: Path) -> None:
         report_lost_supervisor(worker, None if world is None else world._session.run)
 
     end_with_supervisor(report_lost)
-    exit_handler, rank = ExitHandler(environment), worker.local_rank
+    exit_handler = ExitHandler(environment)
+    rank = worker.local_rank
     try:
         call = function_call.ReceivedCall(path, rank)
         result = call.make()

@@ -49,7 +49,10 @@ class Evaluation:
         order: Order,
         note: Callable[[int, int], None],
     ) -> None:
-        self._loop, self._run, self._mapped, self._order = loop, run, mapped, order
+        self._loop = loop
+        self._run = run
+        self._mapped = mapped
+        self._order = order
         self._note = note
         self._done = np.zeros(order.samples, dtype=np.int64)  # 1: this rank has evaluated it
 

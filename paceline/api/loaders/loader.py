@@ -44,7 +44,8 @@ class Loader(CurrentBatch):
         self, mapped: MappedLoader, order: Order, world: World, *, train: bool, collates: bool
     ) -> None:
         super().__init__(world, train=train, collates=collates)
-        self._mapped, self._order = mapped, order
+        self._mapped = mapped
+        self._order = order
 
     @property
     def steps(self) -> int:
@@ -83,7 +84,8 @@ class Loader(CurrentBatch):
         world = self._world
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:
-                self._step, self._count = batch_slice.step, batch_slice.count
+                self._step = batch_slice.step
+                self._count = batch_slice.count
                 found = batch_slice.count
                 if self._collates and found:
                     found = samples_in(batch, found)
@@ -118,12 +120,14 @@ class Loader(CurrentBatch):
                 meters.merge(gather_bytes(context.group("data", "steps"), meters.pack(), what))
 
     def _note(self, step: int, count: int) -> None:
-        self._step, self._count = step, count
+        self._step = step
+        self._count = count
 
     def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""
         for batch_slice, batch in self._mapped.epoch(0):
-            self._step, self._count = batch_slice.step, batch_slice.count
+            self._step = batch_slice.step
+            self._count = batch_slice.count
             if batch_slice.count:
                 yield batch
         self._world._loop.evaluated += 1

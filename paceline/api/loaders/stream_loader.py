@@ -39,9 +39,11 @@ class CurrentBatch:
     """
 
     def __init__(self, world: World, *, train: bool, collates: bool) -> None:
-        self._world, self._train = world, train
+        self._world = world
+        self._train = train
         self._collates = collates
-        self._step, self._count = 0, 0
+        self._step = 0
+        self._count = 0
 
     @property
     def epoch(self) -> int:
@@ -72,7 +74,8 @@ class StreamLoader(CurrentBatch):
 
     def __init__(self, stream: Stream, world: World, *, train: bool, uneven: str) -> None:
         super().__init__(world, train=train, collates=stream.collate is not None)
-        self._stream, self._shortest = stream, uneven == "shortest"
+        self._stream = stream
+        self._shortest = uneven == "shortest"
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; in training, as many on all ranks.
@@ -97,7 +100,8 @@ class StreamLoader(CurrentBatch):
                 yield batch
 
     def _training_batches(self) -> Iterator[Any]:
-        first, complete = self._world._loop.begin_epoch(), False
+        first = self._world._loop.begin_epoch()
+        complete = False
         try:
             yield from self._batches_from(first)
             complete = True
@@ -112,7 +116,8 @@ class StreamLoader(CurrentBatch):
             placeholder = None
             for _ in range(first):
                 placeholder = next(batches, placeholder)
-            step, own = first, next(batches, None)
+            step = first
+            own = next(batches, None)
             counts = self._exchange(own)
             while self._go_on(step, of_all := next(counts)):
                 batch_slice = self._slice(step, taken, of_all)
@@ -122,22 +127,27 @@ class StreamLoader(CurrentBatch):
                         "the checkpoint has begun: pass the same data, or a different run= to "
                         "paceline.join()."
                     )
-                count, batch = 0 if own is None else own[0], known[1]
-                self._step, self._count = step, count
+                count = 0 if own is None else own[0]
+                batch = known[1]
+                self._step = step
+                self._count = count
                 found = samples_in(batch, count) if self._collates and count else count
                 world._loop.queue_slice(batch_slice, found)
-                placeholder, own = known, None if own is None else next(batches, None)
+                placeholder = known
+                own = None if own is None else next(batches, None)
                 counts = self._exchange(own)
                 if len(world._position.waiting) > 1:  # or this rank alone has skipped a batch
                     with world._run.context.activities.call(_NEXT_BATCH, remedy=ALIKE):
                         counts = iter([next(counts)])
                 yield batch
-                step, taken = step + 1, batch_slice.cuts[-1]
+                step = step + 1
+                taken = batch_slice.cuts[-1]
         world._loop.end_steps()
 
     def _exchange(self, own: tuple[int, Any] | None) -> Iterator[list[int]]:
         """Begin to gather the ranks' numbers of samples of a step; yield them when asked."""
-        world, count = self._world, 0 if own is None else own[0]
+        world = self._world
+        count = 0 if own is None else own[0]
         ticket = CountsTicket(world._run.context.group("data", "steps"), count)
 
         def received() -> Iterator[list[int]]:

@@ -130,7 +130,8 @@ def _print_last(run: Path, *, as_json: bool) -> int:
         raise DataError(
             Message("{} can't be read ({}); run this as the run's user.", run, error.strerror)
         ) from error
-    processes, finished = RunProcesses.of(run), is_finished(run)
+    processes = RunProcesses.of(run)
+    finished = is_finished(run)
     if as_json:
         known = {"active": bool(processes.here), "finished": finished, **asdict(state)}
         print(json.dumps({"run": run.name, **known}))

@@ -57,10 +57,8 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
         *(size, "SLURM_LOCALID", "SLURM_NODEID"),
     )
     require(variables, (*needed, counts_name, nodes_name), "srun")
-    counts, node = (
-        expand_counts(variables[counts_name], counts_name),
-        read_integer(variables, "SLURM_NODEID"),
-    )
+    counts = expand_counts(variables[counts_name], counts_name)
+    node = read_integer(variables, "SLURM_NODEID")
     if sum(counts) != read_integer(variables, size) or node >= len(counts):
         raise ConfigError(
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
@@ -68,7 +66,8 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
         )
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks of this node")
     process = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
-    job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
+    job = variables["SLURM_JOB_ID"]
+    step = variables["SLURM_STEP_ID"]
     first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name], nodes_name)[0]
     port = variables.get("MASTER_PORT") and read_port(variables, "MASTER_PORT")
     return replace(

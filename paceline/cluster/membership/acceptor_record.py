@@ -61,7 +61,8 @@ class AcceptorRecord:
     """
 
     def __init__(self, descriptor: int, limit: float = _LIMIT_S) -> None:
-        self._descriptor, self._limit = descriptor, limit
+        self._descriptor = descriptor
+        self._limit = limit
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._slot_size = (len(self._memory) - mmap.PAGESIZE) // 2 // _WORD.size * _WORD.size
         self._updates = threading.Lock()  # the kernel's lock doesn't exclude this one's threads

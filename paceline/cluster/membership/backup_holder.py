@@ -28,7 +28,8 @@ def holder_of(generation: Generation, rank: int) -> int | None:
 
     It is on another machine where there is one. No rank is the holder of more others than needed.
     """
-    workers, size = generation.workers_per_machine, generation.world_size
+    workers = generation.workers_per_machine
+    size = generation.world_size
     assert 0 <= rank < size
     if size == 1:
         return None

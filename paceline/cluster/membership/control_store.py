@@ -69,7 +69,9 @@ class ControlStore(PolledStore):
         self, line: FrameSender, leader: str, own: bool, prefix: str, timeout: timedelta
     ) -> None:
         super().__init__(leader, prefix, timeout)
-        self._line, self._leader, self._own = line, leader, own
+        self._line = line
+        self._leader = leader
+        self._own = own
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards all that follows
         self._failure = ""
@@ -179,7 +181,8 @@ class ControlStore(PolledStore):
 
     def _serve(self, peer: str, body: Mapping[str, Any]) -> None:
         values = [value for value in _decode(body["values"]) if value is not None]
-        keys, operation = body["keys"], body["operation"]
+        keys = body["keys"]
+        operation = body["operation"]
         if operation == "wait":
             self._waiting[peer, body["id"]] = keys
             self._answer_waiting()
@@ -189,12 +192,15 @@ class ControlStore(PolledStore):
 
     def _apply(self, request: _Request) -> _Answer:
         """Read or change the table; under the lock."""
-        operation, keys, table = request.operation, request.keys, self._table
+        operation = request.operation
+        keys = request.keys
+        table = self._table
         if operation in ("read", "wait"):
             return _Answer([table.get(key) for key in keys])
         if operation == "count":
             return _Answer(number=len(table))
-        key, answer = keys[0], _Answer()
+        key = keys[0]
+        answer = _Answer()
         old = table.get(key)
         if operation == "set":
             table[key] = request.values[0]

@@ -29,7 +29,8 @@ class MachineAcceptor:
     """
 
     def __init__(self, record: AcceptorRecord, machine: int) -> None:
-        self._record, self.machine = record, machine
+        self._record = record
+        self.machine = machine
         self._seen: tuple[int, MachineRecord] = (-1, MachineRecord())
 
     @property
@@ -74,7 +75,8 @@ class MachineAcceptor:
         return self._seen[1]
 
     def _update(self, change: Callable[[MachineRecord], tuple[MachineRecord, _T]]) -> _T:
-        version, after = -1, MachineRecord()
+        version = -1
+        after = MachineRecord()
 
         def changed(text: str) -> tuple[str, _T]:
             nonlocal version, after

@@ -45,7 +45,8 @@ class MemberWatch:
     """
 
     def __init__(self, member: str, options: EvidenceOptions) -> None:
-        self._member, self._options = member, options
+        self._member = member
+        self._options = options
         self._evidence: dict[str, MemberEvidence] = {}
         self._observer = Observer.starting(member, time.monotonic())
         self._reports: dict[str, int] = {}  # the number of each member's last report
@@ -94,7 +95,8 @@ class MemberWatch:
 
     def enter(self, generation: Generation, connected: Set[str]) -> None:
         """Watch the members of the next generation; what is known of them is retained."""
-        now, before = time.monotonic(), self._evidence
+        now = time.monotonic()
+        before = self._evidence
         self._evidence = {}
         for rank, member in enumerate(generation.members):
             known = before.get(member.id) or MemberEvidence(
@@ -136,7 +138,8 @@ class MemberWatch:
             number: the number of the report.
             received: as `received` returns it on that member.
         """
-        self._reports[member], self._received[member] = number, frozenset(received)
+        self._reports[member] = number
+        self._received[member] = frozenset(received)
         known = self._evidence.get(member)
         if known is None or known.step == step:
             return
@@ -223,7 +226,8 @@ class MemberWatch:
 
         All members that reach both suspect the same one, that of the higher rank.
         """
-        received, suspected = self.received(), dict[str, Suspicion]()
+        received = self.received()
+        suspected = dict[str, Suspicion]()
         ranks = list(self._evidence)
         for one, apart in self._reported.items():
             for other in apart & received.keys():

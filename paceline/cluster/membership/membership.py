@@ -100,7 +100,9 @@ class Membership:
         options: EvidenceOptions,
         report: Callable[[Message], object] = lambda line: None,
     ) -> None:
-        self._member, self._acceptor, self._options = member, acceptor, options
+        self._member = member
+        self._acceptor = acceptor
+        self._options = options
         self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
         self._progress = "", 0  # the id of a generation, and the step; by the training thread
         self._end_asked: Callable[[bool], None] = lambda supervised: None
@@ -487,7 +489,8 @@ class Membership:
 
     def _learn(self, message: Decided) -> None:
         """Continue with the outcome of a vote."""
-        ended, value = self._generation, message.value
+        ended = self._generation
+        value = message.value
         if not value.descends_from(ended.id):
             return
         self._acceptor.learn(value)
@@ -530,7 +533,8 @@ class Membership:
         vote = self._vote
         if vote is None or self._closing:
             return
-        generation, age = vote.generation, time.monotonic() - vote.began_at
+        generation = vote.generation
+        age = time.monotonic() - vote.began_at
         reached = self._acceptors.reached(generation, self._options.peer_timeout)
         lacking = not is_quorum(generation, reached | {WITNESS})
         if age > self._options.peer_timeout and (

@@ -54,7 +54,10 @@ class Witness:
         self, store: Store, nonce: str, *, key: str = "witness", limit: float = _LIMIT_S
     ) -> None:
         assert isinstance(store, PolledStore)
-        self._store, self._nonce, self._key, self._limit = store, nonce, key, limit
+        self._store = store
+        self._nonce = nonce
+        self._key = key
+        self._limit = limit
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None  # of the last call
 

@@ -25,7 +25,8 @@ class WitnessThread:
     """
 
     def __init__(self, witness: Witness, answered: Callable[[Answer], None]) -> None:
-        self._witness, self._answered = witness, answered
+        self._witness = witness
+        self._answered = answered
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
         self._thread.start()

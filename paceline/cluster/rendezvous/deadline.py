@@ -37,8 +37,11 @@ class Deadline:
         quiet: float = 0.0,
     ) -> None:
         self._loud = time.monotonic() + quiet
-        self._limit, self._deadline = limit, time.monotonic() + limit
-        self._report, self._pause, self._remedy = report, pause, remedy
+        self._limit = limit
+        self._deadline = time.monotonic() + limit
+        self._report = report
+        self._pause = pause
+        self._remedy = remedy
         self._reported = ""
 
     def check_and_pause(self, awaited: str) -> None:

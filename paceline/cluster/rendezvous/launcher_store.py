@@ -79,11 +79,10 @@ def _open_by_mpi(
     timeout: float,
     report: Callable[[str], None],
 ) -> _Opened:
-    addresses, secret = (
-        own_addresses(interface_names, other_machines=not launched.one_machine),
-        read_secret(),
-    )
-    server, port = None, 0
+    addresses = own_addresses(interface_names, other_machines=not launched.one_machine)
+    secret = read_secret()
+    server = None
+    port = 0
     if launched.rank == 0:
         address = addresses[0] if len(addresses) == 1 else ""
         server = serve_tcp(address, 0, STORE_LIMIT)

@@ -111,7 +111,8 @@ def _open(
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
     job_store = open_store(rendezvous, STORE_LIMIT, make=True)
-    old, start_id = peek(job_store, START), uuid.uuid4().hex
+    old = peek(job_store, START)
+    start_id = uuid.uuid4().hex
     space = rendezvous.subspace(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
     store.set(f"registration/{own.rank}", own.to_text())

@@ -163,7 +163,8 @@ def probe_peers(
         peers: each other machine's candidate addresses and port.
         pause: called while probes are under way; may raise to end the wait.
     """
-    proof, worked = _proof(token), set[tuple[int, str]]()
+    proof = _proof(token)
+    worked = set[tuple[int, str]]()
 
     def probe(peer: int, address: str, port: int) -> None:
         with (

@@ -53,7 +53,8 @@ class EtcdAddress:
         shown = without_password(text)
         scheme, separator, rest = text.partition("://")
         if not separator:
-            scheme, rest = "http", text
+            scheme = "http"
+            rest = text
         if scheme not in _SCHEMES:
             raise _wrong(shown, "must begin with HOST:PORT, http:// or https://")
         rest, _, settings = rest.partition("?")

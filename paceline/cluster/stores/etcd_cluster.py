@@ -111,7 +111,8 @@ class EtcdCluster:
             client.session.close()
 
     def _order(self) -> list[int]:
-        count, first = len(self._clients), self._first
+        count = len(self._clients)
+        first = self._first
         return [(first + step) % count for step in range(count)]
 
     def _ask_one(self, client: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,9 @@ def _post(client: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-_REPORTED, _NOT_READY, _NO_ANSWER = "reported", "not ready", "no answer"
+_REPORTED = "reported"
+_NOT_READY = "not ready"
+_NO_ANSWER = "no answer"
 
 
 def _reported(error: Exception) -> tuple[str, str]:
@@ -172,7 +175,8 @@ def _reported(error: Exception) -> tuple[str, str]:
         report = json.loads(detail)
         if isinstance(report.get("error"), dict):  # of a stream, such as lease/keepalive
             report = {"code": report["error"]["grpc_code"], **report["error"]}
-        reason, code = str(report["message"]).removeprefix("etcdserver: "), int(report["code"])
+        reason = str(report["message"]).removeprefix("etcdserver: ")
+        code = int(report["code"])
     except (ValueError, KeyError, TypeError, AttributeError):
         cause = _first_cause(error)
         if cause is error or not isinstance(cause, OSError):

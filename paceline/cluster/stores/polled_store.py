@@ -45,7 +45,8 @@ class PolledStore(Store):
     def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self.address, self.space = address, space
+        self.address = address
+        self.space = space
 
     def erase(self) -> None:
         """Remove all keys, and what is left of the space around this one if that holds none."""
@@ -202,7 +203,8 @@ class CompareAndSetStore(PolledStore):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        expected, desired = as_bytes(expected_value), as_bytes(desired_value)
+        expected = as_bytes(expected_value)
+        desired = as_bytes(desired_value)
         return self.update(key, lambda old: desired if (old or b"") == expected else old, expected)
 
 

@@ -24,7 +24,8 @@ from paceline.cluster.stores.polled_store import CompareAndSetStore, PolledStore
 from paceline.errors import ConfigError
 
 _MAGIC = b"\x00paceline sealed 1\n"
-_NONCE, _PROOF = 16, 32
+_NONCE = 16
+_PROOF = 32
 
 
 class SealedStore(CompareAndSetStore):
@@ -37,7 +38,8 @@ class SealedStore(CompareAndSetStore):
 
     def __init__(self, inner: PolledStore, secret: str) -> None:
         super().__init__(inner.address, inner.space, timedelta(seconds=inner.limit))
-        self._inner, self._secret = inner, secret
+        self._inner = inner
+        self._secret = secret
         self.served_by_run = inner.served_by_run
         self._cipher_key, self._proof_key = _split(_keys_of(secret), 32)
 

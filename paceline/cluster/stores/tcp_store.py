@@ -47,8 +47,12 @@ from paceline.errors import CommError, ConfigError
 _CONNECT_S = 3.0
 _ANSWER_S = 5.0
 _VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
-_SET, _COMPARE_SET, _ADD = b"\x01", b"\x02", b"\x04"
-_DELETE_KEY, _APPEND, _PING = b"\x08", b"\x09", b"\x0d"
+_SET = b"\x01"
+_COMPARE_SET = b"\x02"
+_ADD = b"\x04"
+_DELETE_KEY = b"\x08"
+_APPEND = b"\x09"
+_PING = b"\x0d"
 _NUMBER = struct.Struct("=q")
 _SILENT = "no store answers there"
 

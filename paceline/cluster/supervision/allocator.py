@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 
 # https://man7.org/linux/man-pages/man3/mallopt.3.html; an int each, the second at most 32 MiB.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_TRIM_BYTES, _MMAP_BYTES = 2**31 - 1, 2**25
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_TRIM_BYTES = 2**31 - 1
+_MMAP_BYTES = 2**25
 
 
 def keep_freed_memory() -> bool:

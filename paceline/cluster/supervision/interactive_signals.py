@@ -71,7 +71,8 @@ class InteractiveSignals:
         Args:
             rescue: saves what can be saved, from another thread.
         """
-        before, process = signal.getsignal(signal.SIGTERM), os.getpid()
+        before = signal.getsignal(signal.SIGTERM)
+        process = os.getpid()
         if before is None or before == signal.SIG_IGN:
             yield
             return

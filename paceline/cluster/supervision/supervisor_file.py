@@ -70,7 +70,8 @@ class SupervisorFileLock:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.taken, self._file = False, -1
+        self.taken = False
+        self._file = -1
         if is_open(path):
             with suppress(OSError):  # the supervisor has ended just now
                 self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

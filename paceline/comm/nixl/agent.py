@@ -100,7 +100,8 @@ class NixlAgent:
         Returns:
             what `done` takes.
         """
-        here, there = [], []
+        here = []
+        there = []
         for address, size in pieces:
             here.append((address, size, 0))
             there.append((target, size, 0))

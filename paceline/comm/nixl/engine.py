@@ -34,7 +34,8 @@ from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED
 
 PIECE = 2**22  # bytes that are sent before a more urgent put can be
-PROMISE, ARRIVED = b"p", b"a"
+PROMISE = b"p"
+ARRIVED = b"a"
 _MESSAGE = struct.Struct("!Iq")  # notification, value
 _PAUSES_S = 5e-5, 1e-3  # between two looks into NIXL while something is under way: grows
 _IDLE_MS = 500
@@ -138,9 +139,11 @@ class NixlEngine:
         self, agent: NixlAgent, peers: Sequence[Peer | None], values: NDArray[np.int64]
     ) -> None:
         self.changed = threading.Condition()
-        self.events, self.subscribed = 0, values.shape[1]
+        self.events = 0
+        self.subscribed = values.shape[1]
         self.peers = peers
-        self._agent, self._values = agent, values
+        self._agent = agent
+        self._values = values
         self._there = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
         self._rank_of = {peer.name: rank for rank, peer in self._there}
         self._inbox: deque[Put] = deque()

@@ -76,11 +76,13 @@ class NixlWindow(BlockingWindow):
         peers: list[Peer | None],
         notifications: int,
     ) -> None:
-        self.rank, self.world_size = rank, len(peers)
+        self.rank = rank
+        self.world_size = len(peers)
         self.memory = memory
         self.values = np.zeros((len(peers), notifications), np.int64)
         self._engine = NixlEngine(agent, peers, self.values)
-        self.close, self.interrupt = self._engine.close, self._engine.interrupt
+        self.close = self._engine.close
+        self.interrupt = self._engine.interrupt
 
     def peer_memory(self, peer: int) -> Tensor | None:
         """Return nothing: peers are reached by puts."""

@@ -18,10 +18,13 @@ from paceline.comm.addresses import family_of
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
-_IN_FLIGHT_ALONE, _IN_FLIGHT_OF_SEVERAL = 2**18, 2**17  # bytes; the kernel grants twice as many
+# Bytes; the kernel grants twice as many.
+_IN_FLIGHT_ALONE = 2**18
+_IN_FLIGHT_OF_SEVERAL = 2**17
 _FAST = 1.25e9  # bytes/s: 10 Gbit/s
 # https://man7.org/linux/man-pages/man7/tcp.7.html and linux/tcp.h; not in Python's socket.
-_NOTSENT_LOWAT, _MIN_RTT = 25, struct.Struct("=148xI")
+_NOTSENT_LOWAT = 25
+_MIN_RTT = struct.Struct("=148xI")
 
 
 def connect_by_tcp(
@@ -68,7 +71,8 @@ def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
 
 def probe_silent_peers(streams: Iterable[Sequence[socket.socket]], limit: float) -> None:
     """Let TCP end connections whose other machine doesn't answer for about `limit` seconds."""
-    idle, every = max(1, round(limit / 2)), max(1, round(limit / 8))
+    idle = max(1, round(limit / 2))
+    every = max(1, round(limit / 8))
     for end in chain.from_iterable(streams):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)

@@ -53,7 +53,8 @@ class TreePages:
 
     def __init__(self, path: Path, environment: lmdb.Environment) -> None:
         facts = environment.stat()
-        self._path, self._page_size = path, facts["psize"]
+        self._path = path
+        self._page_size = facts["psize"]
         with self._reported(), path.open("rb") as file:
             metas = (
                 os.pread(file.fileno(), _ROOT_AND_LAST.size, at + _META_ROOT)
@@ -67,7 +68,8 @@ class TreePages:
                     for first, number in level
                     for i, (key, child) in enumerate(self._nodes(file.fileno(), number, _BRANCH))
                 ]
-        self._first_keys, self._leaves = [key for key, _ in level], [page for _, page in level]
+        self._first_keys = [key for key, _ in level]
+        self._leaves = [page for _, page in level]
         self._unchecked = set(self._leaves)
 
     def check_leaf(self, key: bytes) -> None:
@@ -136,10 +138,12 @@ def _nodes(page: bytes, number: int, kind: int, last: int) -> list[tuple[bytes, 
             continue
         if highest & _IS_DATABASE:
             nodes.append((page[at + _NODE.size : start], 0))
-        size, limit = low | high << 16, len(page)
+        size = low | high << 16
+        limit = len(page)
         if highest == _ON_OWN_PAGES:
             (first,) = _PAGE_NUMBER.unpack_from(page, start)
-            start, limit = first * len(page) + _HEADER.size, (last + 1) * len(page)
+            start = first * len(page) + _HEADER.size
+            limit = (last + 1) * len(page)
         if start + size > limit:
             raise ValueError(f"page {number} has a value that goes beyond its place")
     return nodes

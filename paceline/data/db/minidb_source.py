@@ -71,7 +71,8 @@ class MiniDb:
     def _walk(self) -> Iterator[tuple[bytes, int]]:
         """Yield each record's key and where the record begins, in the file's order."""
         with open(self._path, "rb") as file:
-            size, offset = os.fstat(file.fileno()).st_size, 0
+            size = os.fstat(file.fileno()).st_size
+            offset = 0
             while head := file.read(LENGTHS.size):
                 key_bytes, value_bytes = LENGTHS.unpack(head.ljust(LENGTHS.size, b"\0"))
                 end = offset + LENGTHS.size + key_bytes + value_bytes

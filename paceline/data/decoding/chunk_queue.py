@@ -29,8 +29,12 @@ from paceline.data.decoding.process_lock import ProcessLock
 
 MAX_WORKERS = 256
 _SLOTS = 8192  # chunks that are submitted and not finished, at most
-_WAITING, _FINISHED = 0, -1
-_HEAD, _TAIL, _STOPPED = 0, 1, 2  # header: where to look for a waiting chunk; end; all must end
+_WAITING = 0
+_FINISHED = -1
+# Fields of the header: where to look for a waiting chunk; its end; whether all must end.
+_HEAD = 0
+_TAIL = 1
+_STOPPED = 2
 _HEADER = 8
 _AT, _SAMPLES, _BUSY, _RUNNABLE, _LAST, _RETIRED, _REACHED = range(7)  # a worker's row
 _WORKER = 8  # cells of a worker's row

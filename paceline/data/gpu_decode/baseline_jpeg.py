@@ -12,7 +12,8 @@ import struct
 from paceline.data.image.formats import MAX_PIXELS
 from paceline.data.image.jpeg import jpeg_segments
 
-_BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
+_BEGIN = b"\xff\xd8"
+_END = b"\xff\xd9"
 _BASELINE = 0xC0
 _ADOBE = 0xEE
 # Tables of codes and quantisation, restart interval, comment, applications' data.

@@ -37,7 +37,10 @@ _TRIES = 10  # of the inception crop, before it falls back to the centre
 _AREA = (0.08, 1.0)
 _LOG_ASPECT = (math.log(3 / 4), math.log(4 / 3))
 # A sample's numbers: mirror, colour, the crop's place, and an area and an aspect for each try.
-_MIRROR, _COLOR, _PLACE, _SHAPES = 0, slice(1, 4), slice(4, 6), 6
+_MIRROR = 0
+_COLOR = slice(1, 4)
+_PLACE = slice(4, 6)
+_SHAPES = 6
 DRAWS = _SHAPES + 2 * _TRIES
 
 
@@ -132,7 +135,8 @@ class Transform:
 
 
 def _centre(width: int, height: int, cut_width: int, cut_height: int) -> Box:
-    left, top = (width - cut_width) // 2, (height - cut_height) // 2
+    left = (width - cut_width) // 2
+    top = (height - cut_height) // 2
     return left, top, left + cut_width, top + cut_height
 
 
@@ -140,7 +144,8 @@ def _place(
     width: int, height: int, cut_width: int, cut_height: int, down: float, right: float
 ) -> Box:
     """Put a box somewhere in the image, every place alike; `down` and `right` are in [0, 1)."""
-    left, top = int(right * (width - cut_width + 1)), int(down * (height - cut_height + 1))
+    left = int(right * (width - cut_width + 1))
+    top = int(down * (height - cut_height + 1))
     return left, top, left + cut_width, top + cut_height
 
 
@@ -150,7 +155,8 @@ def _inception(width: int, height: int, numbers: Sequence[float]) -> Box:
     for at in range(_SHAPES, DRAWS, 2):
         area = width * height * _between(_AREA, numbers[at])
         aspect = math.exp(_between(_LOG_ASPECT, numbers[at + 1]))
-        cut_width, cut_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        cut_width = round(math.sqrt(area * aspect))
+        cut_height = round(math.sqrt(area / aspect))
         if 0 < cut_width <= width and 0 < cut_height <= height:
             return _place(width, height, cut_width, cut_height, down, right)
     # As torchvision: the largest centred box of an allowed aspect.

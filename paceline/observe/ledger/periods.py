@@ -90,16 +90,19 @@ def timeline(history: History, lineage: Lineage) -> Timeline:
 
 def _backwards(history: History, lineage: Lineage) -> Iterator[Period]:
     """Yield the periods from the last to the first, which is a gap if no generation covers it."""
-    end, number = history.extent.total, 0
+    end = history.extent.total
+    number = 0
     nothing = True
     for ancestor in reversed(lineage):
         generation = history.generations.get(ancestor.id)
         if generation is None:
             generation = GenerationRecords(key=ancestor.id, number=number)
-        start, number = max(0, min(ancestor.start, end)), generation.number
+        start = max(0, min(ancestor.start, end))
+        number = generation.number
         if start < end or nothing:
             yield Period(number=number, generation=generation, start=start, end=end)
-        end, nothing = start, False
+        end = start
+        nothing = False
         if generation.foreign:
             return  # what was before came with another run's checkpoint
     if nothing or end > 0:

@@ -125,7 +125,8 @@ def prove(files: Iterable[tuple[str, Events]]) -> Proof:
         DataError: an event lacks a field, or the files are those of different runs.
     """
     history = History(files)
-    extent, (times, *others) = history.extent, timelines(history)
+    extent = history.extent
+    (times, *others) = timelines(history)
     base = times.periods[0].start
     accounts = {
         epoch: EpochAccount(

@@ -81,7 +81,8 @@ class History:
                 elif event["event"] == "run":
                     if start is not None:
                         start.generation.left.add(start.rank)
-                    start, stretch = self._run(member, event), None
+                    start = self._run(member, event)
+                    stretch = None
                     started[start.generation.number] = start.generation
                 elif "generation" in event:
                     self._other(self._records(started, _whole(event["generation"])), event)
@@ -105,10 +106,13 @@ class History:
         """Lengthen the stretch by a step, or return a new one."""
         if self._extent is None or start is None:
             raise TypeError("a step before the start of a run")
-        generation, step, epoch = event["generation"], event["step"], event["epoch"]
+        generation = event["generation"]
+        step = event["step"]
+        epoch = event["epoch"]
         skipped = event["skipped"]
         begin = (step - epoch * self._extent.steps) * self._extent.batch
-        first, last = event["first"] - begin, event["last"] - begin
+        first = event["first"] - begin
+        last = event["last"] - begin
         cuts = tuple([cut - begin for cut in event.get("cuts", ())])
         if (
             stretch is not None
@@ -149,7 +153,8 @@ class History:
                 generation.ended = True
 
     def _run(self, member: str, event: Mapping[str, Any]) -> _Start:
-        number, rank = _whole(event["generation"]), _whole(event["rank"])
+        number = _whole(event["generation"])
+        rank = _whole(event["rank"])
         world_size = _whole(event["world_size"])
         if "members" in event:
             members = tuple(f"member {each}" for each in event["members"])

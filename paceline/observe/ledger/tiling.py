@@ -40,7 +40,8 @@ def tile(shares: Iterable[Columns], length: int) -> Tiling:
         if first < last:
             depth[first] = depth.get(first, 0) + 1
             depth[last] = depth.get(last, 0) - 1
-    once, covers = 0, 0
+    once = 0
+    covers = 0
     lost: list[Columns] = []
     twice: list[Columns] = []
     for begin, end in pairwise(sorted(depth)):

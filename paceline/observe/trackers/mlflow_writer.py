@@ -16,7 +16,9 @@ from paceline.observe.trackers.tracker import Point
 
 ID_NAME = "mlflow.id"  # the file of the id
 # Limits of MLflow's REST API: the numbers of a request, and the length of a text.
-_METRICS, _PARAMETERS, _TEXT = 1000, 100, 5000
+_METRICS = 1000
+_PARAMETERS = 100
+_TEXT = 5000
 
 
 class MlflowWriter:
@@ -34,7 +36,8 @@ class MlflowWriter:
         path = folder / ID_NAME
         known = path.read_text().strip() if path.exists() else None
         self._id = mlflow.start_run(run_id=known, run_name=folder.name).info.run_id
-        self._client, self._notes = MlflowClient(), defaultdict[int, str](str)
+        self._client = MlflowClient()
+        self._notes = defaultdict[int, str](str)
         if known is None:
             all_of_them = [Param(name, str(value)) for name, value in parameters.items()]
             for some in _pieces(all_of_them, _PARAMETERS):

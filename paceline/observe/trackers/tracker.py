@@ -109,9 +109,13 @@ class Tracker(NullRecorder):
         clock: Callable[[], float] = time.monotonic,
         end_s: float = END_S,
     ) -> None:
-        self._name, self._open, self._report = name, open_writer, report
-        self._clock, self._end_s = clock, end_s
-        self._step, self._epoch = 0, -1  # of the last step
+        self._name = name
+        self._open = open_writer
+        self._report = report
+        self._clock = clock
+        self._end_s = end_s
+        self._step = 0  # the last one
+        self._epoch = -1  # its epoch
         self._previous: float | None = None  # the end of the step before, within an epoch
         self._complete = self._failed = False
         self._queue: SimpleQueue[_Item] = SimpleQueue()
@@ -131,10 +135,12 @@ class Tracker(NullRecorder):
             case "log":
                 self._put(Point(fields["step"], fields["values"]))
             case "note":
-                text, step = str(fields["text"]), self._step
+                text = str(fields["text"])
+                step = self._step
                 self._put(lambda writer: writer.note(text, step))
             case "restore":
-                first, self._previous = fields["step"], None
+                first = fields["step"]
+                self._previous = None
                 self._step = max(0, first - 1)
                 self._put(lambda writer: writer.go_back(first))
             case "finish":
@@ -150,14 +156,17 @@ class Tracker(NullRecorder):
             self._report(f"the last values for {self._name} weren't all sent within {limit:g} s.")
 
     def _queue_step(self, fields: Mapping[str, Any]) -> None:
-        now, values = self._clock(), _named(STEP_VALUES, fields)
+        now = self._clock()
+        values = _named(STEP_VALUES, fields)
         if fields["epoch"] != self._epoch:  # an evaluation may have come between
             self._previous = None
         if self._previous is not None and now > self._previous:
             seconds = now - self._previous
             values["step/time_ms"] = seconds * 1e3
             values["train/samples_per_second"] = fields["samples"] / seconds
-        self._step, self._epoch, self._previous = fields["step"], fields["epoch"], now
+        self._step = fields["step"]
+        self._epoch = fields["epoch"]
+        self._previous = now
         self._put(Point(self._step, values))
 
     def _put(self, item: _Item) -> None:

@@ -74,9 +74,11 @@ class RankLayout:
             for number, group in enumerate(topology.groups)
             if self.local_shard is not None and number != self.group
         }
-        self.server, self.server_name = topology.server_rank, topology.server
+        self.server = topology.server_rank
+        self.server_name = topology.server
         self.flags_sender = self.leaders[0]
-        self.peer_owners, self.contributors = others, list(others.values())
+        self.peer_owners = others
+        self.contributors = list(others.values())
         if self.server is not None:
             self.flags_sender = self.server
             self.peer_owners = {n: owner for n, owner in others.items() if owner == self.server}
@@ -201,8 +203,10 @@ class BucketState:
         names: Sequence[str],
     ) -> None:
         spec = layout.spec
-        self.index, self.defers_return = layout.index, spec.returns_parameters
-        self._header_size, self.direct_return = spec.header_size, layout.returned_sums.count == 0
+        self.index = layout.index
+        self.defers_return = spec.returns_parameters
+        self._header_size = spec.header_size
+        self.direct_return = layout.returned_sums.count == 0
         self.gradient_views = GradientViews(layout, templates, names)
         sums = rank_layout.bytes_of(
             rank_layout.leader, layout.sums, layout.numel * spec.dtype.itemsize
@@ -228,7 +232,8 @@ class BucketState:
         if rank_layout.local_shard is not None:
             self._view_shards(layout, rank_layout, rank_layout.local_shard)
         self.update: Callable[[], None] | None = None
-        self.empty, self.operation = False, ""
+        self.empty = False
+        self.operation = ""
         self.local_gradients: LocalGradients | None = None
         self.gathered: Sequence[Piece] = ()
         self.weight = 1.0
@@ -240,10 +245,13 @@ class BucketState:
         return SUM if self.update is None else PARAMETERS
 
     def _view_shards(self, layout: BucketLayout, ranks: RankLayout, local_shard: int) -> None:
-        spec, rank, group = layout.spec, ranks.rank, ranks.group
+        spec = layout.spec
+        rank = ranks.rank
+        group = ranks.group
         self.local_shard = layout.local_shard(local_shard)
         shards = [layout.shard(local_shard, number) for number in ranks.groups]
-        first, own = self.local_shard.start, shards[group]
+        first = self.local_shard.start
+        own = shards[group]
         within = [slice(shard.start - first, shard.stop - first) for shard in shards]
         self.own_sums = self.sums[own]
         self.shard = own, self.own_sums

@@ -45,7 +45,8 @@ class ErrorFeedback:
         self.codec: Codec = spec.codec
         self.return_codec = spec.codec if spec.return_codec is None else spec.return_codec
         self._error_decay = spec.error_decay
-        self.scale, self.version = 1.0, 0
+        self.scale = 1.0
+        self.version = 0
         self.values = values = layout.local_shard(local_shard)
         self._residual = torch.zeros(values.stop - values.start, dtype=spec.dtype)
         self._next_residual = torch.zeros_like(self._residual)  # of the step that runs

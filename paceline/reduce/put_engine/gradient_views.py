@@ -102,7 +102,8 @@ class GradientViews:
         self._copies: Tensor | None = None  # (numel,)
         self._views: list[Tensor] = []
         self._copied: dict[tuple[int, int], Piece] = {}  # by their first value and the end
-        self._numel, self._dtype = layout.numel, layout.spec.dtype
+        self._numel = layout.numel
+        self._dtype = layout.spec.dtype
         self._full = np.ones(len(templates), np.uint8)
         ends = list(accumulate(layout.spec.lengths))
         self._spans = list(zip([0, *ends], ends, strict=False))
@@ -111,7 +112,8 @@ class GradientViews:
         """View a step's gradients; overwrites the copies of the last step's."""
         pieces: list[Piece] = []
         borrowed: list[tuple[str, Tensor, int]] = []
-        copied_from, missing = 0, [n for n, gradient in enumerate(gradients) if gradient is None]
+        copied_from = 0
+        missing = [n for n, gradient in enumerate(gradients) if gradient is None]
         apart = set(missing)
         for number in self._large:
             gradient = gradients[number]

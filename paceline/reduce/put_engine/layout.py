@@ -244,12 +244,14 @@ class BucketLayout:
             return 0, 0
         if self.served:
             contribution = self.spec.header_size + self._contribution_size(self.numel)
-            returned, workers = self._returned_size(self.numel), len(self.shards[0]) - 2
+            returned = self._returned_size(self.numel)
+            workers = len(self.shards[0]) - 2
             served = workers * returned, workers * contribution
             return served if group == workers else (contribution, returned)
         others = [b - a for a, b in pairwise(self.shards[local_shard])]
         own = others.pop(group)
-        spec, returned = self.spec, self._returned_size(own)
+        spec = self.spec
+        returned = self._returned_size(own)
         contribution = spec.header_size + self._contribution_size(own)
         sent = sum(spec.header_size + self._contribution_size(size) + returned for size in others)
         return sent, sum(contribution + self._returned_size(size) for size in others)
@@ -296,7 +298,8 @@ class Layout:
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay out buckets for the ranks of a topology."""
-    buckets, offset = [], 0
+    buckets = []
+    offset = 0
     for index, spec in enumerate(specs):
         bucket = _lay_out_bucket(index, spec, topology, offset)
         buckets.append(bucket)
@@ -305,16 +308,20 @@ def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     for index, bucket in enumerate(buckets if topology.server else ()):
         contribution = bucket.spec.header_size + bucket.spec.contribution_size(bucket.numel)
         from_groups = _buffers(end, contribution, len(topology.groups) - 1)
-        buckets[index], end = replace(bucket, from_groups=from_groups), from_groups.end
+        buckets[index] = replace(bucket, from_groups=from_groups)
+        end = from_groups.end
     return Layout(buckets=tuple(buckets), topology=topology, size=size, server_size=end)
 
 
 def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
-    groups, group_size = len(topology.groups), max(map(len, topology.groups))
+    groups = len(topology.groups)
+    group_size = max(map(len, topology.groups))
     served = bool(topology.server)
     if served:
         spec = replace(spec, returns_plain=True)
-    head, item, numel = spec.header_size, spec.dtype.itemsize, sum(spec.lengths)
+    head = spec.header_size
+    item = spec.dtype.itemsize
+    numel = sum(spec.lengths)
     slices = _boundaries(0, numel, topology.local_shards, item)
     if served:
         shards: tuple[tuple[int, ...], ...] = ((0,) * groups + (numel,),)

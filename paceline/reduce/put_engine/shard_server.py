@@ -36,7 +36,8 @@ class ShardServer:
     """
 
     def __init__(self, window: Window, layout: Layout) -> None:
-        self._window, self._layout = window, layout
+        self._window = window
+        self._layout = layout
         self._ranks = ranks = RankLayout(layout, window)
         self._buckets = [
             BucketState(bucket, ranks, _templates(bucket), [""] * len(bucket.spec.lengths))
@@ -66,7 +67,8 @@ class ShardServer:
         Raises:
             PeerLost: a worker's connection ended before.
         """
-        window, events = self._window, 0
+        window = self._window
+        events = 0
         try:
             while any(not window.values[peer, self._last] for peer in self._ranks.peers):
                 check()

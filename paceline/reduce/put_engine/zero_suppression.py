@@ -83,7 +83,9 @@ class ZeroSuppression:
             group: the sender's.
             payload: what the receive buffer holds, (PREAMBLE + bytes,).
         """
-        key, received, size = (kind, group), payload.numpy(), len(payload) - PREAMBLE
+        key = (kind, group)
+        received = payload.numpy()
+        size = len(payload) - PREAMBLE
         count = int(received[:8].view(np.int64)[0])
         if count == _DENSE:
             self._received[key] = PREAMBLE + size
@@ -136,7 +138,8 @@ def _nonzero(blocks: _Blocks) -> NDArray[np.intp] | None:
     probes = blocks[:: max(1, len(blocks) // _PROBES)]
     if np.count_nonzero(probes.any(1)) > MAX_NONZERO_SHARE * len(probes):
         return None
-    found, count = [], 0
+    found = []
+    count = 0
     nonzero = np.empty((min(_CHUNK, len(blocks)), _INTEGERS), bool)
     for begin in range(0, len(blocks), _CHUNK):
         chunk = blocks[begin : begin + _CHUNK]

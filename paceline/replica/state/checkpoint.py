@@ -84,7 +84,8 @@ def optimizer_entries(state: _Parts, whole: Mapping[str, Any] | None = None) -> 
     numbers: dict[str, int] = {}
     groups = []
     for group in state[GROUPS].values():
-        names, start = group["params"], len(numbers)
+        names = group["params"]
+        start = len(numbers)
         numbers |= {name: start + index for index, name in enumerate(names)}
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**options, "params": [numbers[name] for name in names]})
@@ -107,7 +108,8 @@ def checkpoint_entries(
     tracked = {name: one for name, one in state[TRACKED].items() if name != OWN_OPTIMIZER}
     entries: dict[str, Any] = {}
     for number, pair in enumerate(objects.pairs):
-        own, (model, optimizer) = parts_of(state, number), pair.entries
+        own = parts_of(state, number)
+        (model, optimizer) = pair.entries
         if pair.scope.first:
             further = _of_other_optimizers(state, objects, pair.model)
             entries[model] = with_metadata(model_entries(own, further), pair.model)

@@ -169,7 +169,8 @@ def checksum(value: Tensor) -> Tensor | int:
     words = dense.resolve_neg().contiguous().view(_INTEGERS[dense.element_size()]).flatten()
     if words.nbytes < _LARGE and words.device.type == "cpu":
         return zlib.crc32(words.numpy().data)
-    whole, kind = len(words) // _ROW * _ROW, words.dtype
+    whole = len(words) // _ROW * _ROW
+    kind = words.dtype
     rows = words[:whole].view(-1, _ROW)
     kind = kind if kind.itemsize >= 4 else torch.int64  # a sum in another type is slow
     columns = _weighted(rows.sum(0, dtype=kind), 0) + _weighted(words[whole:], 1)

@@ -39,12 +39,20 @@ from paceline.update.state_entries import restore_entries
 from paceline.update.state_watch import plain_state
 
 # Parts of a snapshot.
-POSITION, TRACKED = "position", "tracked"
-PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA = "parameters", "requires_grad", "buffers", "extra_state"
-OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
+POSITION = "position"
+TRACKED = "tracked"
+PARAMETERS = "parameters"
+REQUIRES_GRAD = "requires_grad"
+BUFFERS = "buffers"
+EXTRA = "extra_state"
+OPTIMIZER = "optimizer"
+GROUPS = "param_groups"
+OTHER = "other_optimizer_state"
 RANK = "rank"
-LOCAL, SHARED = "local", "shared"  # of averaged weights: a worker's own, and what all have alike
-ENTRIES, SAVED = "entries", "saved"  # for checkpoint files only
+LOCAL = "local"
+SHARED = "shared"  # of averaged weights: a worker's own, and what all have alike
+ENTRIES = "entries"
+SAVED = "saved"  # for checkpoint files only
 LOCAL_BUFFERS = "local_buffers"  # names of buffers that aren't compared between ranks
 _PARTS = (POSITION, TRACKED, PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA, OPTIMIZER, GROUPS, OTHER)
 OWN_OPTIMIZER = (
@@ -145,8 +153,10 @@ class StateCopier:
         position: Mapping[str, Any],
         recorder: Recorder | None = None,
     ) -> None:
-        self._snapshots, self._name = snapshots, name
-        self._objects, self._position = objects, position
+        self._snapshots = snapshots
+        self._name = name
+        self._objects = objects
+        self._position = position
         self._recorder = recorder or NullRecorder()
         self._pair = 0
         self._remaining = [len(objects.pairs)]  # pairs to copy, of all copiers of the snapshot
@@ -160,7 +170,8 @@ class StateCopier:
         for number, objects in enumerate(self._objects.pairs):
             position = {} if number else self._position
             copier = StateCopier(self._snapshots, self._name, objects, position, self._recorder)
-            copier._pair, copier._remaining = number, self._remaining
+            copier._pair = number
+            copier._remaining = self._remaining
             copiers.append(copier)
         return copiers
 
@@ -177,14 +188,19 @@ class StateCopier:
             exchanged: the parameters that `copy_buckets` will get.
             buffers: the buffers, by name; None: the model's present ones.
         """
-        model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
+        model = self._objects.model
+        optimizer = self._objects.optimizer
+        tracked = self._objects
         with self._span():
-            self._names, modules = names, dict(model.named_modules())
+            self._names = names
+            modules = dict(model.named_modules())
             if not self._pair:
                 self._snapshots.open(self._name)
-            groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
+            groups = enumerate(optimizer.param_groups)
+            other = plain_state(optimizer).items()
             if not self._objects.scope.first:
-                modules, buffers = {}, {}
+                modules = {}
+                buffers = {}
             if buffers is None:
                 buffers = {name: m._buffers[key] for name, m, key in named_buffers(modules)}
             parts: dict[str, Mapping[Any, Any]] = {
@@ -307,7 +323,8 @@ def _restore_pair(
     state: Mapping[str, Mapping[Any, Any]], objects: StateObjects
 ) -> Mapping[Any, Any]:
     """Restore a pair of a model and an optimizer; as `restore_state`."""
-    model, optimizer = objects.model, objects.optimizer
+    model = objects.model
+    optimizer = objects.optimizer
     names = objects.trained().names
     parameters = {name: p for p, name in names.items()}
     _refuse_others(parameters, state[PARAMETERS])
@@ -335,7 +352,8 @@ def _suffix(pair: int) -> str:
 def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:
     """Require the parameters of a snapshot."""
     for name in parameters.keys() | saved.keys():
-        own, copy = parameters.get(name), saved.get(name)
+        own = parameters.get(name)
+        copy = saved.get(name)
         if own is None or copy is None or (own.shape, own.dtype) != (copy.shape, copy.dtype):
             raise ConfigError(
                 f"{name} was added, removed or converted since the snapshot was taken, so the "
@@ -371,7 +389,8 @@ def _restore_optimizer(
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[Any, Any]],
 ) -> None:
-    groups, states = optimizer.param_groups, plain_state(optimizer)
+    groups = optimizer.param_groups
+    states = plain_state(optimizer)
     del groups[len(state[GROUPS]) :]
     group_of: dict[str, Mapping[str, Any]] = {}
     for group, saved in zip(groups, state[GROUPS].values(), strict=True):

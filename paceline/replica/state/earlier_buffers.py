@@ -62,7 +62,9 @@ class EarlierBuffers:
         """Put the copies back into the model: no step will train the batches."""
         buffers = named_buffers(dict(self._model.named_modules()))
         for name, module, key in buffers if self.values else ():
-            value, buffer = (self.values or {}).get(name), module._buffers[key]
+            value = (self.values or {}).get(name)
+            buffer = module._buffers[key]
             if value is not None and buffer is not None:
                 buffer.copy_(value)
-        self.due, self.values = False, None
+        self.due = False
+        self.values = None

@@ -33,7 +33,8 @@ class EntryNames:
             buffers: its buffers' names.
         """
         if names is not self._names or self._buffers != buffers:
-            self._names, self._buffers = names, frozenset(buffers)
+            self._names = names
+            self._buffers = frozenset(buffers)
             self._entries = entry_names(model, names)
         return self._entries
 

@@ -33,7 +33,8 @@ from paceline.run.autotune.shortlist import SHORTLIST, shortlist, unpredicted
 from paceline.run.autotune.trials import Outcome, Trials, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
 
-UNTIMED, TIMED = 3, 5  # steps: the first are slower than others, or traced
+UNTIMED = 3  # steps: the first are slower than others, or traced
+TIMED = 5  # steps
 MIN_RUN_STEPS_PER_TRIAL_STEP = 10  # a shorter run has no trials
 MIN_RUN_STEPS_PER_TIMED_STEP = 20  # a shorter run has no prediction
 LEAST_GAIN = 0.05  # of a step's time; without trials a smaller one isn't used
@@ -76,8 +77,10 @@ class Autotuner:
         setting: TrialSetting,
         predictor: Predictor | None = None,
     ) -> None:
-        self._candidates, self._setting = candidates, setting
-        self._run, self._predictor = run, predictor
+        self._candidates = candidates
+        self._setting = setting
+        self._run = run
+        self._predictor = predictor
         self._timed = UNTIMED + TIMED if predictor is not None else 0
         self._trials_from = self._timed + (WARMUP if setting.steps is None else 0)
         self._steps: int | None = None  # since tuning began; None: it isn't active
@@ -101,7 +104,8 @@ class Autotuner:
             own: list[object] | None = _key(self._current)
             left = 0
             if self._steps is not None:
-                own, left = None, max(self._timed, self._trials_from - self._steps)
+                own = None
+                left = max(self._timed, self._trials_from - self._steps)
             what = "the broadcast of rank 0's exchange"
             communicator = self._run.context.group("all", "steps")
             chosen, left = broadcast_state(communicator, [own, left], what)
@@ -122,7 +126,8 @@ class Autotuner:
         """
         if self._steps is None:
             return None
-        step, before = self._steps, self._current
+        step = self._steps
+        before = self._current
         self._steps += 1
         if self._predictor is not None and UNTIMED <= step <= self._timed:
             self._predictor.begin_step()
@@ -144,7 +149,8 @@ class Autotuner:
         if seconds is None:
             return
         self._shortlist = shortlist(self._candidates, seconds)
-        fastest, default = self._shortlist[0], self._candidates.index(self._default)
+        fastest = self._shortlist[0]
+        default = self._candidates.index(self._default)
         if not self._runs_trials and seconds[fastest] > (1 - LEAST_GAIN) * seconds[default]:
             fastest = default
         self._current = self._candidates[fastest]
@@ -172,7 +178,8 @@ class Autotuner:
 
     def _begin(self) -> SyncConfig:
         """Choose what needs no trials, or begin them; collective."""
-        candidates, setting = self._candidates, self._setting
+        candidates = self._candidates
+        setting = self._setting
         if len(candidates) == 1:
             return candidates[0]
         count = len(unpredicted(candidates))
@@ -195,13 +202,15 @@ class Autotuner:
 
     def _is_short(self, count: int) -> bool:
         """Return whether trials of so many candidates would take too many of the run's steps."""
-        steps, needed = self._setting.steps, steps_of_trials(count)
+        steps = self._setting.steps
+        needed = steps_of_trials(count)
         return steps is not None and steps < MIN_RUN_STEPS_PER_TRIAL_STEP * needed
 
     def _begin_tuning(self) -> SyncConfig:
         if self._predictor is not None:
             self._predictor.restart()
-        self._steps, self._trials = 0, None
+        self._steps = 0
+        self._trials = None
         self._shortlist = unpredicted(self._candidates)
         return self._default
 

@@ -71,7 +71,8 @@ class PassTimes:
         self._tables = tables
         self._clock = clock
         self.nonzero: dict[Tensor, float] = {}
-        self._accumulates, self._outside = reads.accumulates, reads.outside
+        self._accumulates = reads.accumulates
+        self._outside = reads.outside
         self._parameters = tuple(parameters)
         self._step: _Step | None = None
         self._reduces = False

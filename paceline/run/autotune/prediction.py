@@ -85,8 +85,10 @@ class Traffic:
 
     def by_puts(self, config: SyncConfig) -> float:
         """Return the seconds that a byte of gradients takes by puts."""
-        ranks, machines = sum(self.workers_per_machine), len(self.workers_per_machine)
-        seconds, codec = self.seconds_per_byte, CODECS[config.wire]
+        ranks = sum(self.workers_per_machine)
+        machines = len(self.workers_per_machine)
+        seconds = self.seconds_per_byte
+        codec = CODECS[config.wire]
         if codec is not None:
             seconds *= codec.size(_BLOCK) / (4 * _BLOCK)
         if machines > 1:
@@ -127,8 +129,11 @@ class StepPredictor:
         run: Run,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._candidates, self._model, self._replica = candidates, model, replica
-        self._run, self._clock = run, clock
+        self._candidates = candidates
+        self._model = model
+        self._replica = replica
+        self._run = run
+        self._clock = clock
         self.note: Message | None = None
         self._times: PassTimes | None = None
         self._seen: TrainedParameters | None = None
@@ -155,7 +160,8 @@ class StepPredictor:
 
         The exchange of the last step ends before the link is measured.
         """
-        replica, context = self._replica(), self._run.context
+        replica = self._replica()
+        context = self._run.context
         replica.settle()
         profile = None if self._times is None else self._times.profile()
         traffic = Traffic(
@@ -163,7 +169,8 @@ class StepPredictor:
             workers_per_machine=context.world.generation.workers_per_machine,
             nonzero={} if self._times is None else self._times.nonzero,
         )
-        seen, seconds = self._seen, None
+        seen = self._seen
+        seconds = None
         same = seen is not None and seen.fingerprint == replica.trained().fingerprint
         if same and profile is not None and seen is not None and profile.nbytes:
             seconds = [predicted_seconds(c, profile, seen, traffic) for c in self._candidates]
@@ -225,7 +232,8 @@ def predicted_seconds(
         for parameters in dense:
             if mostly_tables(parameters, traffic.nonzero):
                 for p in set(parameters).intersection(traffic.nonzero):
-                    one, share = times[indices[p]], traffic.sent_share(p, config)
+                    one = times[indices[p]]
+                    share = traffic.sent_share(p, config)
                     times[indices[p]] = replace(one, nbytes=round(one.nbytes * share))
     profile = replace(profile, parameters=tuple(times))
     return seconds_by_urgency(profile, buckets, traffic.by_puts(config))

@@ -26,7 +26,8 @@ def shortlist(candidates: Sequence[SyncConfig], seconds: Sequence[float]) -> lis
     kinds: dict[object, int] = {}
     for c in order:
         kinds.setdefault((candidates[c].sync, candidates[c].connections), c)
-    connections, limit = candidates[order[0]].connections, MAX_RATIO * seconds[order[0]]
+    connections = candidates[order[0]].connections
+    limit = MAX_RATIO * seconds[order[0]]
     sizes = [c for c in order if candidates[c].connections == connections]
     found = [c for c in dict.fromkeys([*kinds.values(), *sizes]) if seconds[c] <= limit]
     return found[:SHORTLIST] if len(found) > 1 else order[:2]

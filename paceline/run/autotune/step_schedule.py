@@ -112,7 +112,9 @@ def exchange_ends(
         seconds: for how long each keeps the link busy.
         priorities: the smallest number is the most urgent.
     """
-    left, ends, now = dict(enumerate(seconds)), [inf] * len(ready), 0.0
+    left = dict(enumerate(seconds))
+    ends = [inf] * len(ready)
+    now = 0.0
     while left:
         now = max(now, min(ready[i] for i in left))
         urgent = min((i for i in left if ready[i] <= now), key=lambda i: priorities[i])
@@ -136,7 +138,8 @@ def step_seconds(
         buckets: in the order in which the forward first reads them.
         ends: seconds from the backward's beginning, one a bucket.
     """
-    now, before = profile.backward, 0.0
+    now = profile.backward
+    before = 0.0
     for bucket, end in zip(buckets, ends, strict=True):
         read = min(p.read for p in bucket)
         now = max(now + read - before, end)

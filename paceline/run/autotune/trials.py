@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-SKIPPED, COUNTED, FINALISTS = 2, 4, 3
-LEAST_NOISE, MOST_NOISE = 0.005, 0.03  # of a step's time
+SKIPPED = 2
+COUNTED = 4
+FINALISTS = 3
+LEAST_NOISE = 0.005  # of a step's time
+MOST_NOISE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,8 @@ class Trials:
         clock: Callable[[], float],
         mean: Callable[[Sequence[float]], Sequence[float]],
     ) -> None:
-        self._clock, self._mean = clock, mean
+        self._clock = clock
+        self._mean = mean
         self._turns = list(range(count))
         self._rounds: list[dict[int, float]] = [{}]
         self._begun: list[float] = []  # when the steps of this block began

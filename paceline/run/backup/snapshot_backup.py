@@ -47,7 +47,8 @@ class SnapshotBackup:
     """
 
     def __init__(self, channel: BackupChannel, record_held: RecordHeld) -> None:
-        self._channel, self._record_held = channel, record_held
+        self._channel = channel
+        self._record_held = record_held
         self._changed = threading.Condition()  # guards all that follows
         self._own: dict[SnapshotName, _Own] = {}
         self._copies = PartCopies()
@@ -66,7 +67,8 @@ class SnapshotBackup:
             prefix: prefix of the snapshots' names: the generation's `key_prefix`.
         """
         with self._changed:
-            self._prefix, self._interrupted = prefix, False
+            self._prefix = prefix
+            self._interrupted = False
             self._record()
 
     def hold(

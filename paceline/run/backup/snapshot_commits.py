@@ -50,8 +50,11 @@ class SnapshotCommits:
         backup: SnapshotBackup | None,
         divided: Callable[[], bool],
     ) -> None:
-        self._run, self._snapshots, self._pairs = run, snapshots, pairs
-        self._backup, self._divided = backup, divided
+        self._run = run
+        self._snapshots = snapshots
+        self._pairs = pairs
+        self._backup = backup
+        self._divided = divided
         self._totals: dict[SnapshotName, dict[int, Tensor]] = {}  # of steps before the snapshot
         self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
         self._acknowledged: deque[SnapshotName] = deque()  # by all ranks; to be committed
@@ -113,7 +116,8 @@ class SnapshotCommits:
             ConfigError: as `report`.
             CommError: a peer was lost, or silent.
         """
-        names, context = self._snapshots.uncommitted, self._run.context
+        names = self._snapshots.uncommitted
+        context = self._run.context
         if not names:
             return False
         if self._backup is not None:

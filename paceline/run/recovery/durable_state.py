@@ -70,7 +70,8 @@ class DurableState(Protocol):
 
 def sentence_of(reached: Position, restored: Restored, size: EpochSize | None) -> str:
     """Return what a run that went back says: to which state, and what is trained again."""
-    back, again = restored.position, "these steps are trained again"
+    back = restored.position
+    again = "these steps are trained again"
     if size is not None:
         again = f"{many(size.trained(reached) - size.trained(back), 'sample')} are trained again"
     return (

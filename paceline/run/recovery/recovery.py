@@ -101,9 +101,14 @@ class Recovery:
         next_generation: NextGeneration | None,
         durable: DurableState | None,
     ) -> None:
-        self._replica, self._run, self._snapshots = replica, run, snapshots
-        self._position, self._steps, self._account = position, steps, account
-        self._next_generation, self._durable = next_generation, durable
+        self._replica = replica
+        self._run = run
+        self._snapshots = snapshots
+        self._position = position
+        self._steps = steps
+        self._account = account
+        self._next_generation = next_generation
+        self._durable = durable
         self._start_fields: dict[str, object] = {}
         self.went_back = False
         self._decided: Successor | None = None  # that isn't entered yet
@@ -223,7 +228,8 @@ class Recovery:
 
     def _enter_from_disk(self, group: Group, reached: Position) -> None:
         assert self._durable is not None
-        durable, found = self._durable, list[Restored]()
+        durable = self._durable
+        found = list[Restored]()
         self._steps.wait_for_files()  # no file of the lost steps comes later
         self._snapshots.begin_anew()
         self._snapshots.commits.enter_generation(group.generation)
@@ -237,7 +243,8 @@ class Recovery:
         durable.restore_exchange()
         self._steps.begin_generation(saved=True)
         self._record_restart()
-        samples, batch = self._start_fields.get("samples"), self._start_fields.get("batch")
+        samples = self._start_fields.get("samples")
+        batch = self._start_fields.get("batch")
         size = None
         if isinstance(samples, int) and isinstance(batch, int):
             size = EpochSize(samples=samples, batch=batch)

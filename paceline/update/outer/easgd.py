@@ -68,7 +68,8 @@ class EASGD(OuterRule):
         if self.alpha is None:
             raise ConfigError(f"{self} has no alpha: call for_workers(N) first, or give alpha.")
         dtype = wide_dtype(own, anchor, mean)
-        wide_own, wide_anchor = own.to(dtype), anchor.to(dtype)
+        wide_own = own.to(dtype)
+        wide_anchor = anchor.to(dtype)
         pulled = wide_own - self.alpha * (wide_own - wide_anchor)
         moved = (1 - self.beta) * wide_anchor + self.beta * mean.to(dtype)
         return pulled.to(own.dtype), moved.to(anchor.dtype), {}

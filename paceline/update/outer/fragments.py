@@ -30,7 +30,8 @@ def cut_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
             rule=f"must be from 1 to {len(sizes)}, the number of the model's buckets",
             remedy=Message("use fewer fragments, or smaller buckets by {--bucket_mb}"),
         )
-    low, high = max(sizes, default=0), sum(sizes)
+    low = max(sizes, default=0)
+    high = sum(sizes)
     while low < high:
         middle = (low + high) // 2
         if _ranges_within(sizes, middle) <= fragments:
@@ -42,17 +43,20 @@ def cut_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
 
 def _ranges_within(sizes: Sequence[int], most: int) -> int:
     """Return the least number of ranges of at most `most` bytes."""
-    count, total = 1, 0
+    count = 1
+    total = 0
     for size in sizes:
         if total + size > most:
-            count, total = count + 1, 0
+            count = count + 1
+            total = 0
         total += size
     return count
 
 
 def _cut(sizes: Sequence[int], fragments: int, most: int) -> list[range]:
     """Cut into exactly `fragments` ranges of at most `most` bytes, none empty."""
-    starts, total = [0], 0
+    starts = [0]
+    total = 0
     for index, size in enumerate(sizes):
         to_start = fragments - len(starts)
         full = total + size > most or len(sizes) - index == to_start

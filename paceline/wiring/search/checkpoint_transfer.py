@@ -34,10 +34,13 @@ def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
         CheckpointError: no rank can read the file; the sentence is that of the first one.
         CommError: a rank didn't come in time.
     """
-    communicator, state, report = run.context.group("all", "steps"), None, b""
+    communicator = run.context.group("all", "steps")
+    state = None
+    report = b""
     if path is not None:
         try:
-            state, report = read_checkpoint(path), _READ
+            state = read_checkpoint(path)
+            report = _READ
         except CheckpointError as error:
             report = str(error).encode()
     reports = gather_bytes(communicator, report, "the reading of a checkpoint")

@@ -67,10 +67,15 @@ class DurableStart:
         beginning: Callable[[], Mapping[str, Any]] | None = None,
         refusal: Callable[[Position, Position], str] = lambda reached, back: "",
     ) -> None:
-        self._run, self._folder = run, folder
-        self._output, self._identity = output, identity
-        self._restore, self._replicas, self._report = restore, replicas, report
-        self._beginning, self._refusal = beginning, refusal
+        self._run = run
+        self._folder = folder
+        self._output = output
+        self._identity = identity
+        self._restore = restore
+        self._replicas = replicas
+        self._report = report
+        self._beginning = beginning
+        self._refusal = refusal
         self._given = given
         self._start = Start()
         self._read_file = False
@@ -96,7 +101,8 @@ class DurableStart:
 
     def restore_exchange(self) -> None:
         """Restore what ranks have besides; as `DurableState.restore_exchange`."""
-        start, self._start = self._start, Start()
+        start = self._start
+        self._start = Start()
         for pair, replica in enumerate(self._replicas()):
             for note in start.restore_exchange(replica, pair):
                 if self._read_file:  # the beginning has nothing that a checkpoint would have

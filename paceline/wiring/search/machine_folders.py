@@ -121,9 +121,11 @@ def look_into(
     checkpoints = Checkpoints(folder, output.keep_checkpoints)
     if clean:
         checkpoints.clean()
-    paths, recorded = checkpoints.newest_first(), recorded_lineage(folder)
+    paths = checkpoints.newest_first()
+    recorded = recorded_lineage(folder)
     notes: list[str] = []
-    files, origin = _files(paths, identity, notes), Path(output.resume)
+    files = _files(paths, identity, notes)
+    origin = Path(output.resume)
     named = output.resume not in ("auto", "no") and origin.is_file()
     return FolderRecord(
         number=next_generation(folder),

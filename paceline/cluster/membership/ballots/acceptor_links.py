@@ -48,7 +48,8 @@ class AcceptorLinks:
         witness: Witness | None,
         answered: Callable[[Answer], None],
     ) -> None:
-        self._acceptor, self._answered = acceptor, answered
+        self._acceptor = acceptor
+        self._answered = answered
         self._line: ControlLine | None = None
         self._machine_of: dict[str, int] = {}  # of members and supervisors, earlier ones too
         self.know(generation)

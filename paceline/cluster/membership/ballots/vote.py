@@ -51,9 +51,13 @@ class Vote:
         decided: Callable[[Generation], None],
         promise_limit: float,
     ) -> None:
-        self.generation, self.began_at = generation, time.monotonic()
-        self._member, self._promise_limit = member, promise_limit
-        self._ask, self._view, self._decided = ask, view, decided
+        self.generation = generation
+        self.began_at = time.monotonic()
+        self._member = member
+        self._promise_limit = promise_limit
+        self._ask = ask
+        self._view = view
+        self._decided = decided
         self._call_later = call_later
         self._proposer: Proposer | None = None
         self._highest = 0
@@ -98,7 +102,8 @@ class Vote:
         return proposer is not None and proposer.phase == "accepting" and not proposer.accepted
 
     def _follow(self, proposer: Proposer, request: Request | None) -> None:
-        before, self._proposer = self._proposer, proposer
+        before = self._proposer
+        self._proposer = proposer
         if proposer.phase == "decided":
             self.end()
             assert proposer.value is not None

@@ -12,7 +12,8 @@ PEER_CLOSED = "it closed the connection"
 _UNSENT = 2**18  # bytes that wait in the kernel at most, so that small frames overtake bulk bytes
 _BACKLOG = 128
 # https://man7.org/linux/man-pages/man7/tcp.7.html and linux/tcp.h; not in Python's socket.
-_NOTSENT_LOWAT, _RTO_MAX_MS = 25, 44
+_NOTSENT_LOWAT = 25
+_RTO_MAX_MS = 44
 
 
 class OpenSockets:

@@ -17,7 +17,8 @@ from paceline.cluster.membership.control_line.greeting import (
 from paceline.cluster.membership.control_line.line_thread import LineThread, Timer
 from paceline.comm.addresses import family_of
 
-_FIRST_S, _LONGEST_S = 0.05, 2.0  # between two attempts
+_FIRST_S = 0.05  # between two attempts, at first
+_LONGEST_S = 2.0  # and at most
 
 
 class Dialer:
@@ -41,8 +42,12 @@ class Dialer:
         greeting: Callable[[bytes, bytes], DialerGreeting],
         connected: Callable[[socket.socket, socket.socket], None],
     ) -> None:
-        self._thread, self._sockets, self._where = thread, sockets, where
-        self._prepare, self._greeting, self._connected = prepare, greeting, connected
+        self._thread = thread
+        self._sockets = sockets
+        self._where = where
+        self._prepare = prepare
+        self._greeting = greeting
+        self._connected = connected
         self._frames: socket.socket | None = None  # authenticated, while that for beats is made
         self._greeter: Greeter | None = None
         self._timer: Timer | None = None
@@ -97,7 +102,8 @@ class Dialer:
             self._frames = connection
             self._dial(BEATS, greeter.greeting.session)
         else:
-            frames, self._frames = self._frames, None
+            frames = self._frames
+            self._frames = None
             assert frames is not None
             self._pause = _FIRST_S
             self._connected(frames, connection)
@@ -107,6 +113,7 @@ class Dialer:
         self.redial()
 
     def _drop_frames(self) -> None:
-        frames, self._frames = self._frames, None
+        frames = self._frames
+        self._frames = None
         if frames is not None:
             self._sockets.close(frames)

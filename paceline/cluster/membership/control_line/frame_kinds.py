@@ -13,8 +13,16 @@ import hmac
 
 from paceline.cluster.membership.generation import Generation
 
-VOTE, STORE, END, SUSPECTED, ACTIVITY = "vote", "store", "end", "suspected", "activity"
-LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
+VOTE = "vote"
+STORE = "store"
+END = "end"
+SUSPECTED = "suspected"
+ACTIVITY = "activity"
+LEFT = "left"
+PROMISED = "promised"
+EXITED = "exited"
+PROGRESS = "progress"
+LEAVING = "leaving"
 
 
 def supervisor_name(machine: int) -> str:

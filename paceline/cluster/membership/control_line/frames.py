@@ -82,7 +82,8 @@ class FrameReader:
         frames: list[Frame] = []
         while data:
             if self._chunk_left:
-                part, data = data[: self._chunk_left], data[self._chunk_left :]
+                part = data[: self._chunk_left]
+                data = data[self._chunk_left :]
                 frames += self._extend_bulk(part)
                 continue
             missing = self._need - len(self._head)
@@ -122,7 +123,8 @@ class FrameReader:
             return [Frame(kind, body, b"")]
         if self._bulk_frame is not None:
             raise InvalidFrame("a frame with bulk bytes begins inside another")
-        self._bulk_frame, self._bulk_left = Frame(kind, body, bytearray()), self._bulk_size
+        self._bulk_frame = Frame(kind, body, bytearray())
+        self._bulk_left = self._bulk_size
         return []
 
     def _extend_bulk(self, part: memoryview) -> list[Frame]:

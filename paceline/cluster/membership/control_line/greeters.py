@@ -45,7 +45,9 @@ class Greeter:
         ended: Callable[[Greeter, socket.socket | None, str], None],
     ) -> None:
         self.greeting = greeting
-        self._thread, self._sockets, self._connection = thread, sockets, connection
+        self._thread = thread
+        self._sockets = sockets
+        self._connection = connection
         self._ended = ended
         self._timer = thread.call_later(GREETING_S, lambda: self.fail("it did not answer in time"))
         if isinstance(greeting, DialerGreeting):
@@ -125,8 +127,12 @@ class Listener:
         greeting: Callable[[], Greeting],
         authenticated: Callable[[socket.socket, Greeting], None],
     ) -> None:
-        self._thread, self._sockets, self._server = thread, sockets, server
-        self._prepare, self._greeting, self._authenticated = prepare, greeting, authenticated
+        self._thread = thread
+        self._sockets = sockets
+        self._server = server
+        self._prepare = prepare
+        self._greeting = greeting
+        self._authenticated = authenticated
         self._greeters: dict[Greeter, str] = {}  # in order of age, with the dialers' addresses
         thread.watch(server, READ, self._accept)
 

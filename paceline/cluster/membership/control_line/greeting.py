@@ -21,7 +21,8 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-FRAMES, BEATS = b"F", b"B"  # purposes of a connection
+FRAMES = b"F"  # purpose of a connection
+BEATS = b"B"  # likewise
 NO_SESSION = bytes(16)
 MAX_NAME = 254  # bytes
 _MAGIC = b"pacectl1"
@@ -49,7 +50,9 @@ class Greeting(ABC):
 
     def __init__(self, secret: bytes, first_message_size: int) -> None:
         self._secret = secret
-        self.peer, self.purpose, self.session = "", b"", NO_SESSION
+        self.peer = ""
+        self.purpose = b""
+        self.session = NO_SESSION
         self.missing = first_message_size
         self.ended = False
         self._message = b""
@@ -68,7 +71,8 @@ class Greeting(ABC):
             raise GreetingError("the first bytes are those of another protocol")
         if self.missing:
             return b""
-        message, self._message = self._message, b""
+        message = self._message
+        self._message = b""
         return self._read(message)
 
     def _may_begin(self, message: bytes) -> bool:
@@ -106,7 +110,9 @@ class DialerGreeting(Greeting):
         self, secret: bytes, name: str, peer: str, purpose: bytes, session: bytes = NO_SESSION
     ) -> None:
         super().__init__(secret, _CHALLENGE.size)
-        self.peer, self.purpose, self.session = peer, purpose, session
+        self.peer = peer
+        self.purpose = purpose
+        self.session = session
         nonce = secrets.token_bytes(32)
         self.hello = _HELLO.pack(_MAGIC, purpose, nonce, session, name.encode(), peer.encode())
         self._challenged = False
@@ -138,7 +144,8 @@ class ListenerGreeting(Greeting):
 
     def __init__(self, secret: bytes, name: str, accepts: Callable[[Greeting], bool]) -> None:
         super().__init__(secret, _HELLO.size)
-        self._name, self._accepts = name, accepts
+        self._name = name
+        self._accepts = accepts
 
     def _may_begin(self, message: bytes) -> bool:
         return bool(self._transcript) or _MAGIC.startswith(message[: len(_MAGIC)])
@@ -163,7 +170,8 @@ class ListenerGreeting(Greeting):
             self.peer = dialer.decode()
         except UnicodeDecodeError as error:
             raise GreetingError("the dialer's name is no text") from error
-        self.purpose, self.session = purpose, session
+        self.purpose = purpose
+        self.session = session
         nonce = secrets.token_bytes(32)
         self._transcript = hello + nonce
         self.missing = _PROOF_SIZE

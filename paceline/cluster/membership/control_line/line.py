@@ -93,7 +93,9 @@ class ControlLine:
         assert 0 < len(name.encode()) <= MAX_NAME
         assert secret
         self.name = name
-        self._secret, self._handler, self._max_bulk = secret, handler, max_bulk
+        self._secret = secret
+        self._handler = handler
+        self._max_bulk = max_bulk
         self._prepare = partial(tune, timeout=tcp_timeout)
         self._sockets = OpenSockets()
         server = listen(address)
@@ -206,7 +208,8 @@ class ControlLine:
     def close(self) -> None:
         """Close all connections; what is queued is sent if that takes a moment only."""
         with self._changed:
-            closing, self._closed = not self._closed, True
+            closing = not self._closed
+            self._closed = True
             self._changed.notify_all()
         if closing:
             self.post(partial(self._stop, time.monotonic() + _FLUSH_S))

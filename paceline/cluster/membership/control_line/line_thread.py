@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
 _CLOSE_S = 5.0
 
 
@@ -29,7 +30,8 @@ class Timer:
 
     def fire(self) -> None:
         """Make the call, unless it is cancelled; on the line's thread."""
-        function, self._function = self._function, None
+        function = self._function
+        self._function = None
         if function is not None:
             function()
 

@@ -43,9 +43,13 @@ class Link:
         received: Callable[[Link, Frame], None],
         ended: Callable[[Link, str], None],
     ) -> None:
-        self.peer_name, self.connection, self.row = peer_name, connection, row
+        self.peer_name = peer_name
+        self.connection = connection
+        self.row = row
         self.open = True  # written by the line's thread
-        self._thread, self._received, self._ended = thread, received, ended
+        self._thread = thread
+        self._received = received
+        self._ended = ended
         self._outbox = Outbox(max_bulk)
         self._reader = FrameReader(max_bulk)
         self._buffer = memoryview(bytearray(_READ))

@@ -43,7 +43,8 @@ class Outbox:
                     return False, False
                 self._bulk.append((frame, bulk))
                 self._bulk_size += len(bulk)
-            wake, self._idle = self._idle, False
+            wake = self._idle
+            self._idle = False
             return True, wake
 
     def take(self) -> list[bytes | memoryview]:
@@ -72,7 +73,8 @@ class Outbox:
 
     def _take_chunk(self) -> list[bytes | memoryview]:
         head, rest = self._bulk.popleft()
-        chunk, rest = rest[:CHUNK], rest[CHUNK:]
+        chunk = rest[:CHUNK]
+        rest = rest[CHUNK:]
         if rest:
             self._bulk.appendleft((b"", rest))
         self._bulk_size -= len(chunk)

@@ -24,7 +24,8 @@ class Heartbeat:
     """
 
     def __init__(self, beat: Callable[[int], None], report: Callable[[Exception], None]) -> None:
-        self._beat, self._report = beat, report
+        self._beat = beat
+        self._report = report
         self._end = threading.Event()
         beat(1)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -36,7 +37,8 @@ class Heartbeat:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        count, failing = 1, False
+        count = 1
+        failing = False
         while not self._end.wait(BEAT_S):
             count += 1
             try:

@@ -32,7 +32,9 @@ class WriteLease:
     def __init__(
         self, member: str, duration: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._member, self._duration, self._clock = member, duration, clock
+        self._member = member
+        self._duration = duration
+        self._clock = clock
         self._number = 0
         self._sent: deque[tuple[int, float]] = deque(maxlen=_REPORTS)
         self._changed = threading.Condition()  # guards what follows
@@ -48,7 +50,8 @@ class WriteLease:
             renew: they have just agreed on it. Otherwise this process was stopped meanwhile, and
                 what they confirmed before counts.
         """
-        now, before = self._clock(), self._confirmed
+        now = self._clock()
+        before = self._confirmed
         with self._changed:
             self._confirmed = {
                 member: now if renew else before.get(member, -inf)

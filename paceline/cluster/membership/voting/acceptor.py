@@ -88,7 +88,8 @@ def answer(
         may know the outcome.
     """
     record = record.in_generation(request.generation)
-    id, ballot = request.generation.id, request.ballot
+    id = request.generation.id
+    ballot = request.ballot
     known = record.generation
     assert known is not None
     if known.id != id:

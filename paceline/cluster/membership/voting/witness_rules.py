@@ -52,7 +52,8 @@ def answer(
     Returns:
         the new record; and the answer, None where the witness has no vote.
     """
-    id, ballot = request.generation.id, request.ballot
+    id = request.generation.id
+    ballot = request.ballot
     if record is None or request.generation.descends_from(record.generation.id):
         record = WitnessRecord(generation=request.generation)
     if record.generation.descends_from(id):

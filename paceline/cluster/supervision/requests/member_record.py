@@ -101,7 +101,8 @@ class RunProcesses:
 
 def read_records(run: Path) -> Iterator[MemberRecord]:
     """Read a run's records, in the order of their names; a file that is no record is skipped."""
-    folder, names = run / FOLDER, list[str]()
+    folder = run / FOLDER
+    names = list[str]()
     with suppress(OSError):  # there is none; `glob` fails where it is removed at this moment
         names = sorted(os.listdir(folder))
     for name in names:

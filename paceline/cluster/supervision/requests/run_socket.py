@@ -68,7 +68,8 @@ class RunSocket:
     """
 
     def __init__(self, *, stop: Callable[[], None], report: Callable[[], RunStatus]) -> None:
-        self._stop, self._report = stop, report
+        self._stop = stop
+        self._report = report
         self.name = f"paceline-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
@@ -95,7 +96,8 @@ class RunSocket:
                 self._answer(client)
 
     def _answer(self, client: socket.socket) -> None:
-        deadline, stops = time.monotonic() + CLIENT_S, False
+        deadline = time.monotonic() + CLIENT_S
+        stops = False
         try:
             request = Request.from_text(receive_all(client, deadline, _LONGEST_REQUEST))
             if peer_of(client)[1] != os.geteuid():

@@ -19,7 +19,12 @@ _Field = descriptor_pb2.FieldDescriptorProto
 _PACKAGE: Final = "paceline"
 
 # TensorProto.DataType, the numbers that occur in records.
-FLOAT, INT32, BYTE, STRING, UINT8, INT64 = 1, 2, 3, 4, 6, 10
+FLOAT = 1
+INT32 = 2
+BYTE = 3
+STRING = 4
+UINT8 = 6
+INT64 = 10
 
 # Per message: name -> (number, type, repeated, packed).
 _MESSAGES: Final[dict[str, dict[str, tuple[int, Any, bool, bool]]]] = {
@@ -64,4 +69,5 @@ def _message_classes() -> dict[str, Any]:
 
 
 _CLASSES = _message_classes()
-TensorProtos, Datum = _CLASSES[f"{_PACKAGE}.TensorProtos"], _CLASSES[f"{_PACKAGE}.Datum"]
+TensorProtos = _CLASSES[f"{_PACKAGE}.TensorProtos"]
+Datum = _CLASSES[f"{_PACKAGE}.Datum"]

@@ -102,7 +102,8 @@ def printable(key: bytes) -> str:
 
 
 def _parse(value: bytes) -> tuple[Any, RecordFormat]:
-    tensors, datum = TensorProtos(), Datum()
+    tensors = TensorProtos()
+    datum = Datum()
     try:
         tensors.ParseFromString(value)
         is_tensors = bool(tensors.protos)
@@ -125,7 +126,8 @@ def _record_of_tensorprotos(message: Any) -> Record:
     """Take image and label from a TensorProtos message, or raise `UnfitRecord`."""
     if len(message.protos) < 2:
         raise UnfitRecord("it has an image but no label; write the database again with labels.")
-    image, label = message.protos[0], message.protos[1]
+    image = message.protos[0]
+    label = message.protos[1]
     if image.data_type == STRING:
         return Record(_encoded(b"".join(image.string_data[:1])), _tensor_label(label))
     dims = tuple(image.dims)
@@ -139,7 +141,8 @@ def _record_of_tensorprotos(message: Any) -> Record:
 def _record_of_datum(message: Any) -> Record:
     """Take image and label from a Datum message, or raise `UnfitRecord`."""
     label = _class_number([message.label])
-    data, floats = message.data, message.float_data
+    data = message.data
+    floats = message.float_data
     size = message.channels * message.height * message.width
     # Some writers forget the flag: data that don't fit the dims but begin like one are a file.
     if message.encoded or (data and len(data) != size and data.startswith(MAGIC_OF_JPEG_OR_PNG)):

@@ -79,7 +79,8 @@ def read_index(path: Path, stamp: str) -> Index | None:
     header = json.loads(content[body:arrays])
     if header["stamp"] != stamp:
         return None
-    records, names = header["records"], header["label_names"]
+    records = header["records"]
+    names = header["label_names"]
     lengths = np.frombuffer(content, header["length_type"], records, arrays)
     keys = arrays + lengths.nbytes
     offsets = keys + int(lengths.sum(dtype=np.int64))

@@ -22,7 +22,10 @@ from collections.abc import Iterator
 
 _BLOCK = 32 << 10
 _HEADER = 7
-_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_WHOLE = 1
+_FIRST = 2
+_MIDDLE = 3
+_LAST = 4
 
 # A field's values by its tag: n a number, s a string.
 _FIELDS = {
@@ -35,7 +38,8 @@ _FIELDS = {
     7: "nnnss",  # new table: level, number, size, smallest and largest key
     9: "n",  # number of the log before
 }
-_DELETED, _NEW = 6, 7
+_DELETED = 6
+_NEW = 7
 
 
 def live_tables(manifest: bytes) -> dict[int, int]:
@@ -93,6 +97,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if at >= len(data):
             raise ValueError("a number is cut off")
         value |= (data[at] & 127) << shift
-        at, shift, more = at + 1, shift + 7, data[at] > 127
+        more = data[at] > 127
+        at += 1
+        shift += 7
         if not more:
             return value, at
