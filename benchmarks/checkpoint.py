@@ -35,13 +35,14 @@ from rounds import Interval, median_of
 from variants import Setting, Training, bind
 from workloads import work_of
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.replica.state.checkpoint import checkpoint_entries
 from paceline.replica.state.copier import PARAMETERS, StateCopier, StateObjects
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import Snapshots
 
 MINUTE = 60  # seconds
 

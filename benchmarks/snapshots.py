@@ -40,13 +40,14 @@ from table import print_table
 from variants import Setting, Training, bind
 from workloads import work_of
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.observe.event_file import find_event_files, read_events
 from paceline.recorder import NullRecorder
 from paceline.replica.state.copier import StateCopier, StateObjects
 from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import Snapshots
 
 METHODS = {
     "allreduce": SyncConfig(sync="allreduce"),

@@ -6,7 +6,7 @@ The steps of a run report to a recorder what happens; where that goes (a log, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -56,6 +56,13 @@ class NullRecorder:
         """Release nothing."""
 
 
+class Admission(Protocol):
+    """Protocol of what says whether this process is in the world."""
+
+    def require_member(self) -> None:
+        """Return if it is; raise an error otherwise."""
+
+
 class MemberRecorder:
     """Recorder of a member whose world survives losses: results pass it after a check.
 
@@ -64,12 +71,12 @@ class MemberRecorder:
 
     Args:
         recorder: the member's recorders.
-        require_member: raises an error where this process may be outside the world.
+        membership: raises an error where this process may be outside the world.
     """
 
-    def __init__(self, recorder: Recorder, require_member: Callable[[], None]) -> None:
+    def __init__(self, recorder: Recorder, membership: Admission) -> None:
         self._recorder = recorder
-        self._require_member = require_member
+        self._membership = membership
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Pass a span on."""
@@ -82,7 +89,7 @@ class MemberRecorder:
     def event(self, name: str, **fields: object) -> None:
         """Pass an event on."""
         if is_result(name, fields):
-            self._require_member()
+            self._membership.require_member()
         self._recorder.event(name, **fields)
 
     def close(self) -> None:

@@ -47,7 +47,6 @@ from paceline.wiring import (
     build_trackers,
     cores_per_worker,
     find_start,
-    member_check,
     report_recovery,
 )
 
@@ -240,13 +239,13 @@ def _open_world(session: Session) -> World:
         run.trace = build_trace(output, run, path, print_message_for_scripts)
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         account = StepAccount(
-            EventFile(path, group.member.id, member_check(run)),
+            EventFile(path, group.member.id, run.membership),
             build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
             losses,
             trace=run.trace,
         )
-        run.recorder = MemberRecorder(account, lambda: run.require_member())
+        run.recorder = MemberRecorder(account, run.membership)
     session.resources.callback(run.recorder.close)
     world = World(session, run, start)
     if path is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,17 +13,19 @@ import torch
 from paceline.api.argument_names import print_message_for_scripts
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
+from paceline.cluster.membership.elastic import join_membership
 from paceline.cluster.membership.evidence import EvidenceOptions
+from paceline.cluster.membership.protocol import Membership
+from paceline.cluster.membership.static import StaticMembership, watch_peers
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.generation.run import Run
 from paceline.state.run_folder import RunFolder
-from paceline.wiring import MemberLink, join_membership, open_run, watch_peers
+from paceline.wiring import open_run
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -47,8 +49,7 @@ class Session:
         exit_handler: reports a failure of the script.
         resources: what the world's `close` closes, in reverse order of opening.
         folder: the run folder as this process has it locked, or None.
-        link: the link to the membership; None until it is joined, and in a world of one rank.
-        activities: what the peers do in steps and between them.
+        membership: says which processes are in the world; a static one until it is joined.
     """
 
     joined: Joined
@@ -65,8 +66,7 @@ class Session:
     resources: ExitStack
     default_group: bool = False
     folder: RunFolder | None = None
-    link: MemberLink | None = None
-    activities: PeerActivities = NO_PEERS
+    membership: Membership = field(default_factory=StaticMembership)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -89,11 +89,11 @@ class Session:
             subject,
             texts,
             timeout=limit,
-            activities=self.activities,
+            activities=self.membership.activities,
         )
 
     def join_membership(self) -> Self:
-        """Return the session with the link to the membership, if it has one; collective.
+        """Return the session with its membership; collective.
 
         Raises:
             CommError: a rank is late, or can't be reached.
@@ -107,17 +107,21 @@ class Session:
         report = print_message_for_scripts
         # Other launchers end all processes where one is lost.
         if self.joined.launcher != "paceline" or self.default_group:
-            activities = watch_peers(
+            membership: Membership = watch_peers(
                 group, store, self.resources, options=options, limit=first, report=report
             )
-            return replace(self, activities=activities)
-        group, link = join_membership(group, store, options=options, limit=first, report=report)
-        if link is not None:
-            self.resources.callback(link.close)
-            link.end_with(self.signals)
-        activities = NO_PEERS if link is None else link.activities
+            return replace(self, membership=membership)
+        group, membership = join_membership(
+            group,
+            store,
+            self.resources,
+            self.signals,
+            options=options,
+            limit=first,
+            report=report,
+        )
         joined = replace(self.joined, group=group)
-        return replace(self, joined=joined, link=link, activities=activities)
+        return replace(self, joined=joined, membership=membership)
 
     def make_run(self) -> Run:
         """Connect to all ranks until the world ends; collective.
@@ -127,7 +131,7 @@ class Session:
         """
         group = self.joined.group
         store = self.joined.store
-        run = open_run(group, store, self.device, self.timeouts, self.link, self.activities)
+        run = open_run(group, store, self.device, self.timeouts, self.membership)
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,11 +50,12 @@ from paceline.replica.replica import Replica
 from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
 from paceline.replica.state.copier import StateObjects
+from paceline.run.backup.durable_files import DurableFiles
+from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
 from paceline.run.position import Position
-from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
@@ -87,10 +89,10 @@ class World:
         self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
         self._loop = ScriptLoop(run, self._position, self._end, self._begin)
-        link = session.link
-        self._next_generation: NextGeneration | None = (
-            None if link is None else link.next_generation
-        )
+        self._backup: SnapshotBackup | None = None
+        if run.membership.survives:
+            self._backup = SnapshotBackup(run.membership)
+            session.resources.callback(self._backup.close)
         session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
             interactive = session.interactive_signals
@@ -456,9 +458,8 @@ class World:
             self._loop.finish()
             session = self._session
             present = self._run.context.world.generation
-            session.activities.close()
-            if session.link is not None:
-                session.link.leave()
+            session.membership.activities.close()
+            session.membership.leave()
             lasted = present.token == session.joined.group.generation.token
             if (
                 lasted and not self._session.exit_handler.requested_status
@@ -594,10 +595,10 @@ class World:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
                 constant={"config": session.identity, GIVEN: self._start.given.entries},
+                membership=self._run.membership,
+                files=self._durable_files(session.run),
                 report=print_message,
             )
-            if session.link is not None:
-                self._writer.announce = session.link.announce
         snapshots = StepSnapshots(
             self._run,
             replica,
@@ -607,7 +608,7 @@ class World:
             limit_mb=output.snapshot_memory_mb,
             check=output.replica_check,
             report=print_message_for_scripts,
-            backup=None if session.link is None else session.link.backup,
+            backup=self._backup,
         )
         self._position.measured = pairs[0].config.shares == "measured"
         # Workers that average don't wait in each step; a GPU's waits aren't measured.
@@ -639,12 +640,17 @@ class World:
             value_count=0,
             device=session.device,
             snapshots=snapshots,
-            next_generation=self._next_generation,
             durable=self._durable_start(snapshots.objects, replicas),
             speeds=None if averaged or session.device.type != "cpu" else speeds,
             first_step_checks=first_step_checks,
         )
         self._loop.use(steps)
+
+    def _durable_files(self, folder: Path) -> DurableFiles | None:
+        """Return what tells the other members of this one's checkpoints; None: nobody survives."""
+        if self._backup is None:
+            return None
+        return DurableFiles(self._run.membership.frames, self._backup, folder)
 
     def _durable_start(
         self, objects: StateObjects, replicas: Sequence[Replica | AveragedReplica]
@@ -730,9 +736,9 @@ class World:
             **({"drawn": True} if isinstance(order, DrawnOrder) else {}),
         )
         self._start = replace(self._start, state=None)
-        link = self._session.link
-        if link is not None and order is not None and steps.recovery.survives:
-            link.begin(self._run, self._session.run)
+        if order is not None and steps.recovery.survives:
+            if risk := self._run.membership.begin(self._run.context.world.generation):
+                self._run.recorder.event("note", text=risk)
             declare_survivable()
             self._session.resources.enter_context(reporting_lost_supervisor(self._session.run))
 

@@ -13,14 +13,17 @@ from torch._C._distributed_c10d import Store
 from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
+from paceline.cluster.membership.elastic import join_membership
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.protocol import Membership
+from paceline.cluster.membership.static import watch_peers
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
-from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
@@ -60,20 +63,18 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        link = None
-        activities: PeerActivities = NO_PEERS
-        if survives and config.output.snapshots:
-            group, link = _join_membership(config, group, store)
-        else:
-            limit = config.world.first_iter_timeout
-            activities = wiring.watch_peers(
-                group, store, stack, options=_options(config), limit=limit
-            )
-        if link is not None:
-            stack.callback(link.close)
-            link.end_with(signals)
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        run = stack.enter_context(wiring.open_run(group, store, device, limits, link, activities))
+        membership: Membership
+        options = _options(config)
+        if survives and config.output.snapshots:
+            group, membership = join_membership(
+                group, store, stack, signals, options=options, limit=limits[0], report=print_message
+            )
+        else:
+            membership = watch_peers(
+                group, store, stack, options=options, limit=limits[0], report=print_message
+            )
+        run = stack.enter_context(wiring.open_run(group, store, device, limits, membership))
         wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
         start = wiring.find_start(config.output, folder, config.identity(), run)
         run.trace = wiring.build_trace(config.output, run, folder)
@@ -92,9 +93,6 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             start,
             stopping=lambda: signals.status != 0,
             agree=partial(agree_on_model, config, group, store),
-            next_generation=None if link is None else link.next_generation,
-            backup=None if link is None else link.backup,
-            announce=None if link is None else link.announce,
         )
         stack.callback(trainer.replica.close)
         stack.callback(trainer.resources.close)
@@ -111,22 +109,20 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
 
         presence = RunPresence.of_member(folder, group.member, report=report)
         stack.callback(presence.close)
-        if link is not None:
-            link.begin(run, folder)
+        if risk := membership.begin(run.context.world.generation):
+            run.recorder.event("note", text=risk)
+        if membership.survives:
             declare_survivable()
         try:
             ended = _run(trainer, signals, folder)
         except ServerLost:  # on all workers: that this one ends is no loss
-            if link is not None:
-                link.leave()
+            membership.leave()
             raise
         except Exception as error:
-            if link is not None:
-                link.fail(error)
+            membership.leave(FailureReport.of(error))
             raise
         run.context.activities.close()
-        if link is not None:
-            link.leave()
+        membership.leave()
         if not ended:
             sys.exit(signals.status or _TERMINATED)
         position = trainer.steps.position
@@ -139,14 +135,6 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             weights=[str(path) for path in files if path.is_file()],
         )
         return run.context.world
-
-
-def _join_membership(
-    config: TrainConfig, group: Group, store: Store
-) -> tuple[Group, wiring.MemberLink | None]:
-    """Join the membership of a world that survives the loss of a worker; collective."""
-    limit = config.world.first_iter_timeout
-    return wiring.join_membership(group, store, options=_options(config), limit=limit)
 
 
 def _options(config: TrainConfig) -> EvidenceOptions:

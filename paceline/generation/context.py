@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.protocol import Interruptible
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
@@ -71,16 +72,13 @@ class ServerLink:
 class GenerationContext:
     """Generation context: what lives as long as one generation of the world.
 
-    As a context manager, it closes with the block, and aborts if the block fails.
+    It connects nobody before `open`. As a context manager, it closes with the block, and aborts if
+    the block fails.
 
     Args:
         world: all ranks of the generation, as this one sees them.
-        connect: connects the ranks of a group for a purpose, for tensors in this machine's memory;
-            collective, once a purpose.
         device: the device on which this rank computes.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
-        connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what is
-            on them travels by `connect`, too.
         activities: what the peers do while this rank waits for them.
         mesh: the ranks, by axes; None: each rank has a replica of the whole model.
 
@@ -90,20 +88,17 @@ class GenerationContext:
         limits: the timeouts.
         activities, device: as given.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
-        summaries: step summaries, over all ranks.
-
-    Raises:
-        CommError: a rank didn't come in time.
+        summaries: step summaries, over all ranks; once it is open.
     """
+
+    summaries: StepSummaries
 
     def __init__(
         self,
         world: Group,
-        connect: Callable[[Group, str], Communicator],
         *,
         device: torch.device,
         limits: tuple[float, float],
-        connect_gpus: Callable[[Group, str], Communicator] | None = None,
         activities: PeerActivities = NO_PEERS,
         mesh: Mesh | None = None,
     ) -> None:
@@ -111,7 +106,6 @@ class GenerationContext:
         self.limits = limits
         self.mesh = mesh or Mesh.of_data(world.generation)
         self.activities = activities
-        self._connect = connect
         self.device = device
         self.sharing: Sequence[int] = ()
         self._along: dict[str, Group] = {}
@@ -121,14 +115,36 @@ class GenerationContext:
         self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
         self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
         self._interrupted = False
+        self._interrupted_too: list[Interruptible] = []
         self._kept: dict[str, Waiting] = {}
         self._waited = 0.0
-        self.sharing = find_sharing_ranks(self.group("all", "steps"), device)
-        self._connect_gpus = connect if self.sharing or connect_gpus is None else connect_gpus
+
+    def open(
+        self,
+        connect: Callable[[Group, str], Communicator],
+        connect_gpus: Callable[[Group, str], Communicator] | None = None,
+    ) -> Self:
+        """Connect the ranks, and return the context; collective.
+
+        Args:
+            connect: connects the ranks of a group for a purpose, for tensors in this machine's
+                memory; collective, once a purpose.
+            connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what
+                is on them travels by `connect`, too.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        self._connect = connect
+        self._connect_gpus = connect
+        self.sharing = find_sharing_ranks(self.group("all", "steps"), self.device)
+        if not self.sharing and connect_gpus is not None:
+            self._connect_gpus = connect_gpus
         # A thread sends those of GPUs, in an order that nothing else keeps.
-        own = device.type == "cuda" and world.size > 1
+        own = self.device.type == "cuda" and self.world.size > 1
         reporting = self.group("all", "summaries" if own else "steps")
-        self.summaries = StepSummaries(reporting, device, limits, activities)
+        self.summaries = StepSummaries(reporting, self.device, self.limits, self.activities)
+        return self
 
     def begin(self, generation: Generation) -> None:
         """Place the same ranks in the run: their generation has its number now."""
@@ -208,6 +224,14 @@ class GenerationContext:
         """
         self._waited += self._kept[purpose].waited if purpose in self._kept else 0.0
         self._kept[purpose] = resource
+
+    def interrupt_too(self, waits: Interruptible) -> None:
+        """Let `interrupt` end further waits of this generation, at once where it was called."""
+        with self._interrupting:
+            if waits not in self._interrupted_too:
+                self._interrupted_too.append(waits)
+            if self._interrupted:
+                waits.interrupt()
 
     def add_wait(self, seconds: float) -> None:
         """Count a wait of the training thread for its peers."""
@@ -294,6 +318,7 @@ class GenerationContext:
             self._interrupted = True
             interrupts = [one.interrupt for one in self._communicators]
             interrupts += [one.interrupt for one in self._opened]
+            interrupts += [one.interrupt for one in self._interrupted_too]
             for interrupt in interrupts:
                 interrupt()
 
@@ -325,6 +350,7 @@ class GenerationContext:
             for resource in self._kept.values():
                 ends.callback(resource.close)
             self._kept = {}
+            self._interrupted_too.clear()
             self.summaries.close()
 
     def _share(

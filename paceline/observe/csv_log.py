@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
-from paceline.observe.line_file import LineFile, MemberCheck
+from paceline.cluster.membership.protocol import Membership
+from paceline.observe.line_file import LineFile
 from paceline.recorder import NullRecorder
 
 NO_TEST = -1  # test_accuracy of a run without test data
@@ -73,7 +74,7 @@ class CsvLog(NullRecorder):
         totals: the totals of the epochs before it, where the folder's log lacks them.
         leads: returns whether this process is the leader, which alone writes.
         clock: returns seconds since an arbitrary origin.
-        check: checks, for each row, whether this process is in the world; None: it is.
+        membership: says, for each row, whether this process is in the world; None: it is.
 
     Attributes:
         path: the file; None until this process has been the leader.
@@ -81,8 +82,8 @@ class CsvLog(NullRecorder):
             of it; -1: none. The epochs up to it may end once more.
 
     Raises:
-        PacelineError: the file can't be written; also raised by `hand_over`, `event`, `close`.
-        PeerLost: raised by `event`, where `check` raises it.
+        PacelineError: the file can't be written; also raised by `event` and `close`.
+        PeerLost: raised by `event`, where this process may be outside the world.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class CsvLog(NullRecorder):
         totals: Totals | None = None,
         leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
-        check: MemberCheck | None = None,
+        membership: Membership | None = None,
     ) -> None:
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         self._head = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
@@ -104,7 +105,7 @@ class CsvLog(NullRecorder):
         self._name = f"{name}_{now:%Y%m%d_%H%M%S}.log"
         self._leads = leads
         self._clock = clock
-        self._check = check
+        self._membership = membership
         self._epoch = epoch - 1  # of the last row
         self._totals = {self._epoch: totals or Totals()}  # after each epoch since this start
         self._rows: dict[int, str] = {}  # made here, by their epochs
@@ -116,7 +117,7 @@ class CsvLog(NullRecorder):
             self._open()
         self._last_row = clock()
 
-    def hand_over(self) -> None:
+    def _hand_over(self) -> None:
         """Open the file if this process has become the leader; close it if it is no longer."""
         if not self._leads():
             self.close()
@@ -128,6 +129,8 @@ class CsvLog(NullRecorder):
 
     def event(self, name: str, **fields: Any) -> None:
         """Make a row if an epoch ended; remove the rows to which a run has gone back."""
+        if name in ("restore", "epoch"):
+            self._hand_over()
         if name == "restore":
             if fields["epoch"] <= self._epoch:
                 self._go_back(fields["epoch"])
@@ -168,7 +171,7 @@ class CsvLog(NullRecorder):
         self._rows[self._epoch] = row
         self._totals[self._epoch] = totals
         if self._file is not None:
-            self._file.write(row, self._check)
+            self._file.write(row, self._membership)
 
     def _go_back(self, epoch: int) -> None:
         if self._file is not None and not self._took_over:

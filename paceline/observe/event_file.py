@@ -40,8 +40,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.membership.protocol import Membership
 from paceline.errors import DataError
-from paceline.observe.line_file import LineFile, MemberCheck
+from paceline.observe.line_file import LineFile
 from paceline.recorder import is_result
 
 # The fields that are written, () for all; others, such as a loss that is still being computed, are
@@ -84,12 +85,12 @@ class EventFile(LineFile):
     Args:
         folder: the run's folder, which exists.
         member: the id of the member whose events are written.
-        check: checks, for each result, whether this process is in the world; None: it is.
+        membership: says, for each result, whether this process is in the world; None: it is.
     """
 
-    def __init__(self, folder: Path, member: str, check: MemberCheck | None = None) -> None:
+    def __init__(self, folder: Path, member: str, membership: Membership | None = None) -> None:
         super().__init__(folder / f"events.{member}.jsonl")
-        self._check = check
+        self._membership = membership
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are recorded.
@@ -104,7 +105,7 @@ class EventFile(LineFile):
             names = (*FIELDS[name], *optional) or fields
             values = {key: _json(fields[key]) for key in names}
             line = json.dumps({"event": name, **values}, allow_nan=False)
-            self.write(line, self._check if is_result(name, fields) else None)
+            self.write(line, self._membership if is_result(name, fields) else None)
 
 
 def find_event_files(*folders: Path) -> list[tuple[str, Path]]:

@@ -9,6 +9,7 @@ member b      closed     open
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -31,22 +32,26 @@ class LeaderRecorder(NullRecorder):
         self._leads = leads
         self._open_recorders = open_recorders
         self._recorders: Sequence[Recorder] | None = None
-        self.hand_over()
-
-    def hand_over(self) -> None:
-        """Open the recorders if this process has become the leader; close them if it no longer is.
-
-        Called by the main thread, at the start and after each change of generation.
-        """
-        if not self._leads():
-            self.close()
-        elif self._recorders is None:
-            self._recorders = self._open_recorders()
+        self._handing_over = threading.Lock()  # events come from any thread
+        self._hand_over()
 
     def event(self, name: str, **fields: Any) -> None:
         """Pass an event on, as the leader."""
-        for recorder in self._recorders or ():
+        for recorder in self._hand_over():
             recorder.event(name, **fields)
+
+    def _hand_over(self) -> Sequence[Recorder]:
+        """Open the recorders if this process has become the leader; close them if it no longer is.
+
+        Returns:
+            the open ones.
+        """
+        with self._handing_over:
+            if not self._leads():
+                self.close()
+            elif self._recorders is None:
+                self._recorders = self._open_recorders()
+            return self._recorders or ()
 
     def close(self) -> None:
         """Close the recorders, also where one fails; its error is raised in the end."""

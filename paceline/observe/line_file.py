@@ -5,35 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
+from paceline.cluster.membership.protocol import Membership
 from paceline.recorder import NullRecorder
 
 _ROOM_LIMIT_S = 2.0  # of a file's wait for room on a full disk
 _RETRY_S = 0.02
-
-
-def _always() -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class MemberCheck:
-    """Check whether this process is in the world, for what only a member of it may write.
-
-    A process that is stopped between `lasts` and the call of the system which writes isn't noticed,
-    so `lasts` comes last.
-
-    Attributes:
-        require: waits until that is known; raises an error where this process is outside.
-        lasts: returns whether that is known now.
-    """
-
-    require: Callable[[], None]
-    lasts: Callable[[], bool]
 
 
 class LineFile(NullRecorder):
@@ -56,16 +35,15 @@ class LineFile(NullRecorder):
         self._waits = True  # until a wait for room has ended without any
         self._lock = threading.Lock()  # held while a line is written
 
-    def write(self, line: str, check: MemberCheck | None = None) -> None:
-        """Append a line; with `check`, as a member of the world only, whose error it raises."""
+    def write(self, line: str, membership: Membership | None = None) -> None:
+        """Append a line; with `membership`, as a member only; raises its error."""
         data = f"{line}\n".encode()
-        lasts = _always if check is None else check.lasts
         written = False
         while not written:
-            if check is not None:
-                check.require()  # may take a while: other threads write meanwhile
+            if membership is not None:
+                membership.require_member()  # may take a while: other threads write meanwhile
             with explained_writes(self.path), self._lock:
-                written = self._flush(data, lasts)
+                written = self._flush(data, membership)
 
     def close(self) -> None:
         """Close the file."""
@@ -75,14 +53,18 @@ class LineFile(NullRecorder):
             finally:
                 self._file.close()
 
-    def _flush(self, data: bytes = b"", lasts: Callable[[], bool] = _always) -> bool:
-        """Write what is unwritten, and `data`; unless `lasts()`, write none and return False."""
+    def _flush(self, data: bytes = b"", membership: Membership | None = None) -> bool:
+        """Write what is unwritten, and `data`; outside the world, write none and return False.
+
+        A process that is stopped between the look and the call of the system which writes isn't
+        noticed, so the look comes last.
+        """
         deadline = time.monotonic() + _ROOM_LIMIT_S
         write = self._file.write
         unwritten = self._unwritten + data
         while unwritten:
             try:
-                if not lasts():
+                if membership is not None and not membership.may_write(wait=False):
                     return False
                 written = write(unwritten)
             except OSError as error:
@@ -94,5 +76,5 @@ class LineFile(NullRecorder):
                 self._waits = self._waits and not full
                 raise
             self._unwritten = unwritten = unwritten[written:]
-            lasts = _always  # no line is left torn
+            membership = None  # no line is left torn
         return True

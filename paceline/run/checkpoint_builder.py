@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.cluster.membership.lineage import as_values
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.generation.run import Run
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.group import AnyReplica
@@ -28,7 +29,7 @@ from paceline.run.position import Position
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint
-from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots
+from paceline.state.snapshots import Borrowed, Snapshots
 from paceline.state.state_copy import copy_state
 
 _TRIES = 10  # each after a newer snapshot was committed

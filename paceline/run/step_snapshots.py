@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import Message, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
@@ -32,7 +33,7 @@ from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.backup.snapshot_commits import SnapshotCommits
 from paceline.run.replica_check import ReplicaCheck
 from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots, memory_note
+from paceline.state.snapshots import Borrowed, Snapshots, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
 

@@ -39,7 +39,7 @@ from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState
-from paceline.run.recovery.recovery import NextGeneration, Recovery
+from paceline.run.recovery.recovery import Recovery
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
@@ -69,7 +69,6 @@ class Steps:
         value_count: number of values that are summed per step.
         device: device of the values.
         snapshots: takes snapshots in memory.
-        next_generation: called when a peer is lost; without it, the run ends then.
         durable: restores the durable state, where the next generation starts from that.
         speeds: measures the ranks' speeds; None: they aren't measured.
         first_step_checks: checks of the first steps of a script's loop; None: there are none.
@@ -93,7 +92,6 @@ class Steps:
         value_count: int,
         device: torch.device,
         snapshots: StepSnapshots,
-        next_generation: NextGeneration | None = None,
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
         first_step_checks: FirstStepChecks | None = None,
@@ -107,9 +105,6 @@ class Steps:
         self.run = run
         self._writer = writer
         self._seed = seed
-        if writer is not None:
-            writer.may_write = lambda: run.may_write()
-            writer.lease_lasts = lambda: run.lease_lasts()
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping = stopping
@@ -132,7 +127,6 @@ class Steps:
             position,
             self,
             self._account,
-            next_generation=next_generation,
             durable=durable,
         )
         self.begin_generation(saved=True)
@@ -272,8 +266,7 @@ class Steps:
         )
         self.position.step = batch.step + 1
         self.position.number = number + 1
-        if self.run.report_progress is not None:
-            self.run.report_progress(number + 1)
+        self.run.membership.poll(number + 1)
         request = 0
         acknowledged = NONE_ACKNOWLEDGED
         interval = 0

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from paceline.cluster.membership.protocol import Membership
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CheckpointError, PacelineError
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.snapshots import SnapshotName
 from paceline.state.state_copy import finite
 
 _LIMIT_S = 600.0  # of the wait for a file
@@ -47,6 +48,13 @@ class Checkpoint:
     best: bool = False
 
 
+class WrittenFiles(Protocol):
+    """Protocol of what other members are told of this one's checkpoints."""
+
+    def written(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Note a file, before older ones are removed; called by the thread that has written it."""
+
+
 class _LeaseEnded(Exception):
     """The write lease ended while a file was being written."""
 
@@ -57,18 +65,16 @@ class CheckpointWriter:
     Args:
         checkpoints: writes the checkpoint files.
         constant: further entries, which are the same in every file.
+        membership: says whether this process is in the world: otherwise it writes no file but a
+            rescued one. The writing thread may wake in a process that the others have expelled.
+        files: notes the files.
         report: called once, from any thread, with a sentence for the user, when parameters are not
             finite, so that they aren't written.
 
     Attributes:
         newest: set by the owner; returns the newest state in memory that may be written, from any
             thread; None if there is none.
-        may_write: set by the owner; returns whether this process is in the world, and waits until
-            that is known. Otherwise it writes no file but a rescued one.
-        lease_lasts: set by the owner; returns whether it is known now to be in the world.
         published: queue of (step, file), one for each file that was written.
-        announce: set by the owner; called by the thread that has written a file, before older ones
-            are removed.
     """
 
     def __init__(
@@ -76,15 +82,16 @@ class CheckpointWriter:
         checkpoints: Checkpoints,
         *,
         constant: Mapping[str, Any],
+        membership: Membership,
+        files: WrittenFiles | None = None,
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.newest: Callable[[], Checkpoint | None] = lambda: None
-        self.may_write: Callable[[], bool] = lambda: True
-        self.lease_lasts: Callable[[], bool] = lambda: True
-        self.announce: Callable[[Checkpoint, Path], object] = lambda checkpoint, path: None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints = checkpoints
         self._constant = constant
+        self._membership = membership
+        self._files = files
         self._report = report
         self._writing = threading.Lock()  # held while a file is written
         self._written: SnapshotName | None = None  # the last one
@@ -157,14 +164,18 @@ class CheckpointWriter:
         """Write a file while this process is in the world; anew, if it was stopped meanwhile."""
 
         def require_lease() -> None:
-            if not self.lease_lasts():
+            if not self._membership.may_write(wait=False):
                 raise _LeaseEnded
 
-        while self.may_write():
+        while self._membership.may_write(wait=True):
             try:
                 return self._write(checkpoint, require_lease)
             except _LeaseEnded:
                 continue  # waits for the lease without the lock, which a rescue takes
+
+    def _announce(self, checkpoint: Checkpoint, path: Path) -> None:
+        if self._files is not None:
+            self._files.written(checkpoint, path)
 
     def _write(self, checkpoint: Checkpoint, require: Callable[[], None] = lambda: None) -> None:
         step = checkpoint.step
@@ -186,7 +197,7 @@ class CheckpointWriter:
                     state,
                     best=checkpoint.best,
                     require=require,
-                    written=partial(self.announce, checkpoint),
+                    written=partial(self._announce, checkpoint),
                 )
             except PacelineError as error:
                 self._failure = error

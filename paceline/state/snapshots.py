@@ -24,23 +24,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import Message
 from paceline.state.state_copy import copy_state
 
 _RETAINED = 2
-
-
-class SnapshotName(NamedTuple):
-    """Name of a snapshot, the same on all ranks.
-
-    Attributes:
-        token: what distinguishes it from other snapshots before the same step: the generation's key
-            prefix, and a count where it was taken between two steps.
-        step: number of the step before which the state was copied.
-    """
-
-    token: str
-    step: int
 
 
 class Borrowed(NamedTuple):

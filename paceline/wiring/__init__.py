@@ -4,18 +4,15 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 """
 
 from paceline.wiring.checks import check
-from paceline.wiring.connections import connect, device_of, open_run, refuse_shared_gpu
+from paceline.wiring.connections import device_of, open_run, refuse_shared_gpu
 from paceline.wiring.decoding import Decoding
 from paceline.wiring.exchange import replicate
-from paceline.wiring.membership import MemberLink, join_membership
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
-from paceline.wiring.peer_line import watch_peers
 from paceline.wiring.recorders import (
     build_leader_recorder,
     build_recorder,
     build_trace,
     build_trackers,
-    member_check,
     report_recovery,
 )
 from paceline.wiring.resume import Start, find_start
@@ -30,7 +27,6 @@ from paceline.wiring.trainer import build_trainer
 __all__ = [
     "Databases",
     "Decoding",
-    "MemberLink",
     "Start",
     "build_leader_recorder",
     "build_recorder",
@@ -38,20 +34,16 @@ __all__ = [
     "build_trackers",
     "build_trainer",
     "check",
-    "connect",
     "cores_per_worker",
     "device_of",
     "find_start",
     "import_optimizers",
-    "join_membership",
     "make_model",
     "make_optimizer",
-    "member_check",
     "open_run",
     "open_sources",
     "refuse_shared_gpu",
     "replicate",
     "report_recovery",
-    "watch_peers",
     "write_class_names",
 ]

@@ -16,7 +16,6 @@ from paceline.observe.console import Console, MachineConsole
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
-from paceline.observe.line_file import MemberCheck
 from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import open_trackers, require_installed
 from paceline.recorder import MemberRecorder, Recorder
@@ -41,11 +40,6 @@ def build_trace(
     return Trace(path, steps, run, machine, report=report)
 
 
-def member_check(run: Run) -> MemberCheck:
-    """Make the check whether this process is in a run's world."""
-    return MemberCheck(lambda: run.require_member(), lambda: run.lease_lasts())
-
-
 def build_trackers(
     output: OutputConfig, folder: Path, parameters: Mapping[str, object]
 ) -> list[Tracker]:
@@ -67,9 +61,7 @@ def build_leader_recorder(
     run: Run, open_recorders: Callable[[], Sequence[Recorder]]
 ) -> LeaderRecorder:
     """Make what opens recorders while this process is the leader, in each generation."""
-    recorder = LeaderRecorder(lambda: run.leads, open_recorders)
-    run.when_entered(recorder.hand_over)
-    return recorder
+    return LeaderRecorder(lambda: run.leads, open_recorders)
 
 
 def build_machine_recorder(run: Run) -> LeaderRecorder:
@@ -83,9 +75,7 @@ def build_machine_recorder(run: Run) -> LeaderRecorder:
         group = run.context.world
         return [MachineConsole(group.machine, group.generation.members[0].machine)]
 
-    recorder = LeaderRecorder(is_shown_here, open_console)
-    run.when_entered(recorder.hand_over)
-    return recorder
+    return LeaderRecorder(is_shown_here, open_console)
 
 
 def report_recovery(run: Run, generation: int, seconds: float) -> None:
@@ -127,18 +117,16 @@ def build_recorder(
         epoch=start.position.epoch,
         totals=start.totals,
         leads=lambda: run.leads,
-        check=member_check(run),
+        membership=run.membership,
     )
-    run.when_entered(log.hand_over)
-
     began = time.monotonic()
 
     def open_recorders() -> list[Recorder]:
         console = Console(log=log.path, shown=lambda: log.recorded, started=began)
         return [console, *build_trackers(config.output, folder, config.flat())]
 
-    events = EventFile(folder, group.member.id, member_check(run))
+    events = EventFile(folder, group.member.id, run.membership)
     leader = build_leader_recorder(run, open_recorders)
     machine = build_machine_recorder(run)
     account = StepAccount(events, log, leader, machine, *others, trace=run.trace)
-    return MemberRecorder(account, lambda: run.require_member())
+    return MemberRecorder(account, run.membership)

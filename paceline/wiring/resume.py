@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
@@ -33,7 +31,6 @@ from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
-from paceline.state.run_folder import record_generation, record_lineage
 from paceline.wiring.edits import GIVEN, RESET, GivenHyperparameters, require_options
 from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
 from paceline.wiring.search.machine_folders import (
@@ -44,6 +41,7 @@ from paceline.wiring.search.machine_folders import (
     gather_records,
     known_lineages,
     look_into,
+    record_group,
     totals_before,
 )
 
@@ -209,8 +207,7 @@ def find_start(
     number = max(start.generation, *(record.number for record in records.values()))
     totals = totals_before(records, start.position.epoch)
     run.start_at(number, ancestors=start.ancestors, start=start.position.number)
-    run.record_number = partial(_record, folder)
-    run.record_number(run.context.world)
+    record_group(folder, run.context.world)
     given = GivenHyperparameters(reset_optimizer=output.reset_optimizer)
     return replace(start, generation=number, totals=totals, given=given)
 
@@ -274,13 +271,6 @@ def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprin
             f"{name} was written with the same number of images, but the images or labels differ. "
             "Use the same data, or start a new run from its weights with --load_model_path."
         )
-
-
-def _record(folder: Path, group: Group) -> None:
-    """Record a generation, as the first rank of a machine."""
-    if first_of_machine(group):
-        record_generation(folder, group.generation.number)
-        record_lineage(folder, group.generation.number, group.generation.lineage)
 
 
 def _choose(

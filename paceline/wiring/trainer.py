@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline.cluster.membership.protocol import Membership
 from paceline.config.average import require_merge
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
@@ -25,6 +26,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.backup.durable_files import DurableFiles
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
 from paceline.run.checkpoint_schedule import SavePolicy
@@ -32,13 +34,12 @@ from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
 from paceline.run.precision import Precision
-from paceline.run.recovery.recovery import NextGeneration
 from paceline.run.small_slices import SmallSlices
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
-from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_epoch
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
@@ -64,9 +65,6 @@ def build_trainer(
     start: Start | None = None,
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
-    next_generation: NextGeneration | None = None,
-    backup: SnapshotBackup | None = None,
-    announce: Callable[[Checkpoint, Path], object] | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -79,9 +77,6 @@ def build_trainer(
         start: where the run starts; by default at its beginning.
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
-        next_generation: called when a peer is lost; without it, the run ends then.
-        backup: sends what this rank alone has of a snapshot to its backup holder.
-        announce: reports to the other members that a checkpoint is on the disk.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -192,9 +187,13 @@ def build_trainer(
             save_epoch(folder, config.model.weights_name, model, best=best)
 
     output = config.output
-    writer = make_writer(config, folder, sources.train, start.given)
-    if announce is not None:
-        writer.announce = announce
+    backup = None
+    files = None
+    if run.membership.survives:
+        backup = SnapshotBackup(run.membership)
+        resources.callback(backup.close)
+        files = DurableFiles(run.membership.frames, backup, folder)
+    writer = make_writer(config, folder, sources.train, start.given, run.membership, files)
     snapshots = _snapshots_of(run, replica, parts, output, position, backup)
 
     def restore(entries: Mapping[str, Any]) -> None:
@@ -236,7 +235,6 @@ def build_trainer(
         value_count=BATCH_SUMS + 1,
         device=device,
         snapshots=snapshots,
-        next_generation=next_generation,
         durable=durable,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
@@ -295,14 +293,19 @@ def edits_of(config: TrainConfig, start: Start) -> list[str]:
 
 
 def make_writer(
-    config: TrainConfig, folder: Path, source: Source, given: GivenHyperparameters
+    config: TrainConfig,
+    folder: Path,
+    source: Source,
+    given: GivenHyperparameters,
+    membership: Membership,
+    files: DurableFiles | None,
 ) -> CheckpointWriter:
     """Make what writes checkpoints, with the data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
     order = asdict(order_of(config, len(source)))
     constant = {"config": config.identity(), "order": order, "data": source.fingerprint}
     constant[GIVEN] = given.entries
-    return CheckpointWriter(checkpoints, constant=constant)
+    return CheckpointWriter(checkpoints, constant=constant, membership=membership, files=files)
 
 
 def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWatch:

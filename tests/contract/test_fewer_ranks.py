@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
@@ -28,7 +29,7 @@ from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import Snapshots
 from paceline.state.state_copy import copy_state
 from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate

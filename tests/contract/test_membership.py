@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.cluster.membership.membership import Membership
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.control_line.frame_kinds import VOTE
@@ -19,14 +20,13 @@ from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.membership import Membership
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.errors import CheckpointError, CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
 from paceline.state.checkpoint_writer import Checkpoint
-from paceline.state.snapshots import SnapshotName
 from paceline.wiring import MemberLink
 from tests.harness.processes.worlds import run_of, world_of
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
@@ -21,7 +22,6 @@ from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.state.checksums import ChecksumParts
 from paceline.replica.state.copier import StateCopier, StateObjects
 from paceline.replica.trained_parameters import Scope
-from paceline.state.snapshots import SnapshotName
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from paceline.algorithms.sharded import make_sharded
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import ConfigError
 from paceline.replica.state.copier import restore_state
-from paceline.state.snapshots import SnapshotName
 from tests.contract.test_equivalence import contributed
 from tests.contract.test_own_steps import Lamb
 from tests.harness.equivalence.case_models import Tied, Unused, WithTemperature, normalised

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import CommError, Message
@@ -22,7 +23,6 @@ from paceline.run.recovery.recovery import Successor
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CheckpointError
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.snapshots import SnapshotName
 
 
 class SlowDisk(Checkpoints):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.api.argument_names import as_arguments
-from paceline.state.snapshots import SnapshotName, Snapshots, memory_note
+from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.state.snapshots import Snapshots, memory_note
 from paceline.update.state_entries import restore_entries
 
 

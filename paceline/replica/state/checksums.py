@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import many
 from paceline.reduce.rank_state import OPTIMIZER as SHARDED_OPTIMIZER
 from paceline.replica.state.copier import (
@@ -32,7 +33,6 @@ from paceline.replica.state.copier import (
     PARAMETERS,
     RANK,
 )
-from paceline.state.snapshots import SnapshotName
 
 Checksums = Mapping[str, int]
 """Checksums by entry, in the state dict's order; an entry is named as errors show it."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
@@ -32,7 +33,6 @@ from paceline.reduce.rank_state import RankState
 from paceline.replica.state.earlier_buffers import computed_buffers, named_buffers
 from paceline.replica.state.entry_names import EntryNames
 from paceline.replica.trained_parameters import WHOLE, Scope, TrainedParameters
-from paceline.state.snapshots import SnapshotName
 from paceline.state.state_copy import copy_state
 from paceline.state.stateful import Restorable, Stateful
 from paceline.update.state_entries import restore_entries

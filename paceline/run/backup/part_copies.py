@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.state.snapshots import SnapshotName
+from paceline.cluster.membership.snapshot_name import SnapshotName
 
 Bytes = bytes | bytearray | memoryview
 

@@ -1,8 +1,8 @@
 """Backups of snapshots: the own part goes to the backup holder, and others' copies are held here.
 
     main thread      hold ──▶ queue                    acknowledges?  ── yes ──▶ step summary
-    backup thread         pack, channel.send                ▲
-    channel's thread   receive ─ record ─▶ confirmation     confirm
+    backup thread         pack, frames.send                 ▲
+    line's thread      receive ─ record ─▶ confirmation     confirm
 
 A snapshot is acknowledged once the holder has confirmed the own part, unless the machine has
 promised to end the generation. What is held is recorded before it is confirmed or acknowledged, and
@@ -14,15 +14,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from paceline.cluster.membership.protocol import Membership
+from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.membership.voting.messages import Held
 from paceline.errors import CommError, CommTimeout, ConfigError
-from paceline.run.backup.backup_channel import BackupChannel, HeldParts, RecordHeld
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.part_copies import Bytes, PartCopies, is_of
-from paceline.state.snapshots import SnapshotName
 
 _END_LIMIT = 5.0  # seconds that the end waits for a part that is being sent
+_BACKUP = "backup"  # frame of a part for its holder
+_CONFIRMED = "confirmed"  # and of the holder's answer
+_DURABLE = 2  # checkpoints that are recorded: the older one where the newer turns out to be void
 _ENDS = "The present generation of the world ends, because a peer was lost."
 
 
@@ -38,17 +42,36 @@ class _Own(NamedTuple):
     complete: bool
 
 
+class HeldParts(NamedTuple):
+    """Parts that a member has of a snapshot that it holds.
+
+    Attributes:
+        parts: ids of the members whose part it has: its own id, and those of its copies.
+        whole: ids of all members whose parts make up the snapshot.
+        completed: the number of completed steps in it; smaller than the step in its name where a
+            step trains several batches.
+        complete: whether it needs no other member's part.
+    """
+
+    parts: frozenset[str]
+    whole: frozenset[str]
+    completed: int
+    complete: bool
+
+
 class SnapshotBackup:
     """Backups of one member: its parts on the backup holders, and the copies that it holds.
 
+    A part that can't be sent is dropped: its snapshot then isn't acknowledged.
+
     Args:
-        channel: carries parts to the holders.
-        record_held: records what this member holds.
+        membership: carries parts to the holders, and records what this member holds.
     """
 
-    def __init__(self, channel: BackupChannel, record_held: RecordHeld) -> None:
-        self._channel = channel
-        self._record_held = record_held
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._frames = membership.frames
+        self._durable: tuple[Held, ...] = ()
         self._changed = threading.Condition()  # guards all that follows
         self._own: dict[SnapshotName, _Own] = {}
         self._copies = PartCopies()
@@ -59,6 +82,8 @@ class SnapshotBackup:
         self._failure: ConfigError | None = None
         self._queue: SimpleQueue[tuple[str, SnapshotName, str, OwnPart] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._frames.handle(_BACKUP, self._receive)
+        self._frames.handle(_CONFIRMED, self._confirm)
 
     def begin_generation(self, prefix: str) -> None:
         """Accept the copies of a generation's snapshots, before its ranks connect.
@@ -165,7 +190,7 @@ class SnapshotBackup:
         with self._changed:
             dropped = self._copies.superseded(name, self._prefix)
             own = {each: parts for each, parts in self._own.items() if each in retained}
-            if not self._record_held(self._held(own, without=dropped)):
+            if not self._acknowledge(self._held(own, without=dropped)):
                 raise CommError(_ENDS)
             self._own = own
             for each in dropped:
@@ -180,9 +205,10 @@ class SnapshotBackup:
             self._copies.retain(self._own)
             self._forget_others()
 
-    def record(self) -> None:
-        """Record once more what is held; from any thread."""
+    def add_durable(self, held: Held) -> None:
+        """Record a checkpoint that this member can read, too; from any thread."""
         with self._changed:
+            self._durable = (*self._durable, held)[-_DURABLE:]
             self._record()
 
     def discard(self) -> None:
@@ -209,7 +235,7 @@ class SnapshotBackup:
         return [OwnPart.unpack(copy) for copy in copies if copy is not None]
 
     def receive(self, name: SnapshotName, owner: str, data: Bytes) -> bool:
-        """Hold a copy of another member's part; called by the channel's thread.
+        """Hold a copy of another member's part; called by the line's thread.
 
         Args:
             name: of the snapshot.
@@ -217,7 +243,7 @@ class SnapshotBackup:
             data: the part, which stays as it is.
 
         Returns:
-            whether it is held, so that the channel confirms it.
+            whether it is held, so that it is to be confirmed.
         """
         with self._changed:
             if not is_of(self._prefix, name):
@@ -229,7 +255,7 @@ class SnapshotBackup:
             return False
 
     def confirm(self, name: SnapshotName) -> None:
-        """Note that the holder has this member's part; called by the channel's thread."""
+        """Note that the holder has this member's part; called by the line's thread."""
         with self._changed:
             if name in self._own:
                 self._confirmed.add(name)
@@ -242,7 +268,8 @@ class SnapshotBackup:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, once it has sent what it is sending, or after a limit."""
+        """End all waits, and the thread: once it has sent what it is sending, or after a limit."""
+        self.interrupt()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_END_LIMIT)
@@ -253,12 +280,22 @@ class SnapshotBackup:
             holder, name, owner, part = task
             try:
                 if self._sends(name):
-                    self._channel.send(holder, name, owner, part.pack())
+                    body: dict[str, Any] = {"token": name.token, "step": name.step, "owner": owner}
+                    self._frames.send(holder, _BACKUP, body, b"".join(part.pack()))
             except ConfigError as error:
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
             del task, part  # the snapshot's memory, while this thread waits
+
+    def _receive(self, peer: str, body: Mapping[str, Any], data: Bytes) -> None:
+        name = SnapshotName(body["token"], body["step"])
+        if self.receive(name, body["owner"], data):
+            confirmed: dict[str, Any] = {"token": name.token, "step": name.step}
+            self._frames.send(peer, _CONFIRMED, confirmed)
+
+    def _confirm(self, peer: str, body: Mapping[str, Any], data: Bytes) -> None:
+        self.confirm(SnapshotName(body["token"], body["step"]))
 
     def _sends(self, name: SnapshotName) -> bool:
         """Return whether a part is still to be sent: its generation is the present one."""
@@ -267,7 +304,27 @@ class SnapshotBackup:
 
     def _record(self) -> bool:
         """Record what is held, and return whether it was recorded; the lock is held."""
-        return self._record_held(self._held(self._own))
+        return self._acknowledge(self._held(self._own))
+
+    def _acknowledge(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
+        """Replace what is recorded for this member, unless its machine has promised.
+
+        Returns:
+            False where it has promised to end the generation: nothing was changed, and the caller
+            neither acknowledges nor drops anything.
+        """
+        records = (
+            Held(
+                generation=name.token.split("/")[1],
+                token=f"{name.token}:{name.step}",
+                step=each.completed,
+                parts=tuple(sorted(each.parts)),
+                members=len(each.whole),
+                complete=each.complete,
+            )
+            for name, each in held.items()
+        )
+        return self._membership.acknowledge((*records, *self._durable))
 
     def _held(
         self,

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from paceline.cluster.membership.backup_holder import holder_of
 from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import total
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.replica.state.copier import POSITION
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import Snapshots
 
 
 class SnapshotCommits:
@@ -121,6 +122,7 @@ class SnapshotCommits:
         if not names:
             return False
         if self._backup is not None:
+            context.interrupt_too(self._backup)
             for name in names:
                 if not self._acknowledges(name):
                     self._backup.wait(name, context.limits[1])

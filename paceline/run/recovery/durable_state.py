@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.cluster.membership.generation import Group
 from paceline.errors import many
 from paceline.run.position import Position
 
@@ -63,6 +64,13 @@ class DurableState(Protocol):
 
     def restore_exchange(self) -> None:
         """Restore what ranks have besides model and optimizer, in the entered replica."""
+
+    def record(self, group: Group) -> None:
+        """Record a generation's number and lineage in the run's folder.
+
+        Args:
+            group: its ranks, as this one sees them.
+        """
 
     def report(self, sentence: str) -> None:
         """Record a sentence for the user, and show it."""

@@ -12,47 +12,23 @@ Where one of the next generation's ranks is lost meanwhile, `go_back` begins aga
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
-from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.membership.lineage import as_values
-from paceline.errors import CommError
+from paceline.cluster.membership.protocol import Successor
+from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.errors import CommError, many
 from paceline.generation.run import Run
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
-from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.position import Position
-from paceline.run.recovery.durable_state import DurableState, EpochSize, Restored, sentence_of
+from paceline.run.recovery.durable_state import DurableState, EpochSize, sentence_of
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.state.snapshots import SnapshotName
-
-
-@dataclass(frozen=True, kw_only=True)
-class Successor:
-    """Decision about the next generation: its ranks, and the snapshot to resume from.
-
-    Attributes:
-        group: all its ranks, as this one sees them.
-        start: the snapshot from which it continues, which all its ranks hold; None: it continues
-            from the durable state.
-        parts: for members that aren't in it, what the snapshot has of each alone; each of them is
-            given to one rank.
-        detected_at: when the loss was detected, by the machine's monotonic clock; None: by the
-            training thread.
-    """
-
-    group: Group
-    start: SnapshotName | None
-    parts: Sequence[OwnPart] = ()
-    detected_at: float | None = None
-
-
-NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
-"""Decides, given the lost connection and the names of the snapshots that this rank holds."""
 
 
 class GenerationSteps(Protocol):
@@ -82,8 +58,8 @@ class Recovery:
         position: the run's position, which `go_back` sets.
         steps: runs the steps.
         account: records what a change of the generation takes.
-        next_generation: called when a peer is lost; without it, the run ends then.
-        durable: restores the durable state, where the next generation starts from that.
+        durable: restores the durable state, where the next generation starts from that; None: the
+            run has no folder.
 
     Attributes:
         went_back: whether the run went back to an earlier state since this start.
@@ -98,7 +74,6 @@ class Recovery:
         steps: GenerationSteps,
         account: ChangeAccount,
         *,
-        next_generation: NextGeneration | None,
         durable: DurableState | None,
     ) -> None:
         self._replica = replica
@@ -107,7 +82,6 @@ class Recovery:
         self._position = position
         self._steps = steps
         self._account = account
-        self._next_generation = next_generation
         self._durable = durable
         self._start_fields: dict[str, object] = {}
         self.went_back = False
@@ -116,7 +90,7 @@ class Recovery:
     @property
     def survives(self) -> bool:
         """Whether the loss of a peer leads to another generation; the same on all ranks."""
-        return self._next_generation is not None and self._snapshots.on
+        return self._run.membership.survives and self._snapshots.on
 
     def record_start(self, origin: str | None, **fields: object) -> None:
         """Record the start of the run; that of a later generation is recorded with the same fields.
@@ -183,11 +157,10 @@ class Recovery:
             CheckpointError: no member can read the durable state.
             ServerLost: the run has no averaging server any more; the state is saved.
         """
-        assert self._next_generation is not None
         reached = replace(self._position)
         while True:
             self._account.leave()
-            successor = self._decided or self._next_generation(error, self._snapshots.held)
+            successor = self._decided or self._await_successor(error)
             self._decided = None
             self._account.decide(successor.detected_at)
             if unchanged and (successor.start is None or successor.start.step != reached.number):
@@ -195,7 +168,7 @@ class Recovery:
                 return False
             try:
                 if successor.start is None:
-                    self._enter_from_disk(successor.group, reached)
+                    self._enter_from_disk(successor, reached)
                 else:
                     self._enter(successor, successor.start, unchanged=unchanged)
                 self._end_without_server()
@@ -204,16 +177,64 @@ class Recovery:
                 self.leave_generation(lost)
                 error = lost
 
+    def _await_successor(self, error: CommError) -> Successor:
+        """Wait for the next generation's ranks and start; record and print them.
+
+        Raises:
+            CommError: there is none.
+        """
+        successor = self._run.membership.next_generation(error, self._snapshots.held)
+        group = successor.group
+        generation = group.generation
+        reasons = "; ".join(cause.rstrip(".") for cause in successor.causes if cause)
+        reasons = reasons or "A connection between members was lost"
+        start = f"step {generation.start:,}"
+        if successor.start is None:
+            reasons += (
+                ". With that, all copies of a part of the state are lost, and no snapshot in "
+                "memory is whole"
+            )
+            start = f"the durable state of {start}"
+            if self._durable is None:
+                raise self._without_folder(reasons, shown=group.rank == 0)
+        self._run.recorder.event(
+            "change",
+            generation=generation.number,
+            members=[member.id for member in generation.members],
+            lost=successor.lost,
+            causes=successor.causes,
+            start=generation.start,
+            seconds=successor.seconds,
+            detected_at=successor.detected_at,
+        )
+        if group.rank == 0:
+            verb = "continues" if group.size == 1 else "continue"
+            print_message(
+                f"{reasons}. {many(group.size, 'process')} {verb} from {start} as generation "
+                f"{generation.number}, decided after {successor.seconds:.2f} s."
+            )
+        return successor
+
+    def _without_folder(self, reasons: str, *, shown: bool) -> OutsideWorld:
+        sentence = f"{reasons}. The run has no run folder, and so no checkpoint."
+        if shown:
+            print_message(sentence)  # the supervisor reports the first loss alone
+        outside = OutsideWorld(sentence)
+        outside.remedy = "Start it again, with a run folder if it is to resume after such a loss."
+        return outside
+
     def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
         group = successor.group
         values, own = self._snapshots.restore(start, objects=not unchanged)
         members = {member.id for member in group.generation.members}
         commits = self._snapshots.commits
         lost = [each for each in commits.members(start) if each not in members]
-        parts = [own, *successor.parts, *commits.backup_parts(start, lost)]
+        parts = [own, *commits.backup_parts(start, lost)]
         self._position.set(values)
         self._note_restored()
         commits.enter_generation(group.generation)
+        if self._durable is not None:
+            self._durable.record(group)
         self._run.enter(group)
         whole = self._replica.enter_generation([part.state for part in parts])
         context = self._run.context
@@ -221,20 +242,21 @@ class Recovery:
         for step, sums in unsummed.items():
             context.summaries.send(step, sums, stop=False)
         self._steps.begin_generation(saved=False)
-        self._record_restart()
+        self._record_restart(successor)
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self._run.recorder.event("note", text=note)
 
-    def _enter_from_disk(self, group: Group, reached: Position) -> None:
+    def _enter_from_disk(self, successor: Successor, reached: Position) -> None:
         assert self._durable is not None
+        group = successor.group
         durable = self._durable
-        found = list[Restored]()
         self._steps.wait_for_files()  # no file of the lost steps comes later
         self._snapshots.begin_anew()
         self._snapshots.commits.enter_generation(group.generation)
-        self._run.enter(group, prepare=lambda: found.append(durable.restore(reached)))
-        (restored,) = found
+        self._run.enter(group)
+        restored = durable.restore(reached)
+        durable.record(group)
         sums = restored.position.sums or [0.0] * len(self._position.sums)
         self._position.set({**vars(restored.position), "sums": sums})
         self._snapshots.continue_from(self._position.snapshot_interval)
@@ -242,7 +264,7 @@ class Recovery:
         self._replica.enter_generation(None)
         durable.restore_exchange()
         self._steps.begin_generation(saved=True)
-        self._record_restart()
+        self._record_restart(successor)
         samples = self._start_fields.get("samples")
         batch = self._start_fields.get("batch")
         size = None
@@ -254,11 +276,13 @@ class Recovery:
         self._account.restore(self._position.number, self._snapshots.interval)
         self.went_back = True
 
-    def _record_restart(self) -> None:
+    def _record_restart(self, successor: Successor) -> None:
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
         generation = self._run.context.world.generation.number
         self._run.recorder.event("recovery", generation=generation, **asdict(self._account.enter()))
+        if successor.risk:
+            self._run.recorder.event("note", text=successor.risk)
 
     def _end_without_server(self) -> None:
         """Save what all ranks have gone back to, and end, where the averaging server is lost."""

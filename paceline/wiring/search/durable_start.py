@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import broadcast_state, gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
@@ -29,6 +30,7 @@ from paceline.wiring.search.machine_folders import (
     first_of_machine,
     gather_records,
     look_into,
+    record_group,
 )
 
 _REMEDY = (
@@ -98,6 +100,10 @@ class DurableStart:
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
         self._start = start
         return Restored(position=start.position, name=name)
+
+    def record(self, group: Group) -> None:
+        """Record a generation, as `DurableState.record`."""
+        record_group(self._folder, group)
 
     def restore_exchange(self) -> None:
         """Restore what ranks have besides; as `DurableState.restore_exchange`."""

@@ -27,7 +27,12 @@ from paceline.observe.csv_log import Totals, read_totals
 from paceline.state.checkpoint_choice import CheckpointHeader, NumberedLineage, newest_valid
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.file_integrity import contents_id
-from paceline.state.run_folder import next_generation, recorded_lineage
+from paceline.state.run_folder import (
+    next_generation,
+    record_generation,
+    record_lineage,
+    recorded_lineage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,13 @@ def first_of_machine(group: Group) -> bool:
     """Return whether this rank is the first one of its machine, which looks into its folder."""
     machines = [member.machine for member in group.generation.members]
     return machines.index(group.machine) == group.rank
+
+
+def record_group(folder: Path, group: Group) -> None:
+    """Record a generation's number and lineage in the run's folder, as first rank of a machine."""
+    if first_of_machine(group):
+        record_generation(folder, group.generation.number)
+        record_lineage(folder, group.generation.number, group.generation.lineage)
 
 
 def look_into(

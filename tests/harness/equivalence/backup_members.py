@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.run.backup.backup_channel import HeldParts
+
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.state.snapshots import SnapshotName
 
 
 class HeldRecord:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.replica.state.copier import POSITION, RANK
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.state.snapshots import SnapshotName
 
 State = Mapping[str, Mapping[Any, Any]]
 

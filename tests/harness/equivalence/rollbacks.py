@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator, total
 from paceline.comm.process_group import UNFINISHED
 from paceline.config.world import SyncConfig
@@ -35,7 +36,7 @@ from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import Snapshots
 from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage

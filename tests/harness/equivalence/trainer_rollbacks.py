@@ -32,6 +32,7 @@ from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cluster.membership.backup_holder import holder_of, missing_parts
 from paceline.cluster.membership.generation import Ancestor, Group
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
@@ -40,7 +41,6 @@ from paceline.run.backup.own_part import OwnPart
 from paceline.run.recovery.recovery import Successor
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
 from tests.harness.data.databases import write_minidb
 from tests.harness.data.record_bytes import bgr_planes, raw_datum

@@ -22,11 +22,11 @@ import torch
 
 from paceline.api.world import World
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError
 from paceline.replica.state.copier import POSITION
 from paceline.run.recovery.recovery import Successor
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.cluster.membership.membership import EXITED, Membership
 from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
@@ -37,13 +38,12 @@ from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import MemberWatch
-from paceline.cluster.membership.membership import EXITED, Membership
+from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.run.recovery.recovery import Successor
-from paceline.state.snapshots import SnapshotName
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.memory_growth import Usage

@@ -157,8 +157,10 @@ class ControlLine:
             False if the peer is not connected, or its queue is full.
         """
         with self._changed:
-            link = None if self._closed else self._links.get(peer)
-        return link is not None and link.send(kind, body, bulk)
+            link = self._links.get(peer)
+            if self._closed or not link:
+                return False
+        return link.send(kind, body, bulk)
 
     def broadcast(
         self, kind: str, body: Mapping[str, JSON], peers: Iterable[str] | None = None
@@ -179,7 +181,7 @@ class ControlLine:
         """Return the moment of a peer's last beat by `time.monotonic`; -inf if not connected."""
         with self._changed:
             link = self._links.get(peer)
-            return float("-inf") if link is None else self._beats.last(link.row)
+            return self._beats.last(link.row) if link else float("-inf")
 
     def silence(self, peer: str) -> float:
         """Return for how many seconds no beat of a peer has arrived; inf if not connected.
@@ -189,7 +191,7 @@ class ControlLine:
         """
         with self._changed:
             link = self._links.get(peer)
-            return float("inf") if link is None else self._beats.silence(link.row)
+            return self._beats.silence(link.row) if link else float("inf")
 
     def carry(self, number: int) -> None:
         """Let the beats to all peers carry a number, 0 to 255; from any thread."""
@@ -199,7 +201,7 @@ class ControlLine:
         """Return the number that a peer's last beat carries; None if it is not connected."""
         with self._changed:
             link = self._links.get(peer)
-            return None if link is None else self._beats.carried(link.row)
+            return self._beats.carried(link.row) if link else None
 
     def forget(self, peer: str) -> None:
         """Close a peer's connections, and refuse later ones of that name."""

@@ -1,29 +1,92 @@
-"""Control line among ranks whose launcher ends all of them where one is lost: no vote, no witness.
+"""Static membership: ranks whose launcher ends all of them where one is lost: no vote, no witness.
 
-By it each rank learns whether the others work outside a step, and so are to be waited for.
+By control lines each rank learns whether the others work outside a step, and so are to be waited
+for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.cluster.membership.control_line.activities import Activities
 from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY, control_secret
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
+from paceline.cluster.membership.protocol import Handler, Interruptible, Successor
+from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.waiting import await_keys
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities
-from paceline.errors import Message
+from paceline.errors import CommError, Message
 
 _CONNECT_S = 5.0  # a line that can't be reached is no error: its rank's waits aren't extended
+
+
+class StaticMembership:
+    """Membership of a run that ends with the first member that is lost; of one rank, too.
+
+    Args:
+        store: the store of the start.
+        activities: what the members do in steps and between them.
+
+    Attributes:
+        survives: False.
+        activities: as given.
+        frames: the membership itself, which sends none.
+    """
+
+    survives = False
+
+    def __init__(self, store: Store | None = None, activities: PeerActivities = NO_PEERS) -> None:
+        self._store = store or HashStore()
+        self.activities = activities
+        self.frames = self
+
+    def enter(self, group: Group, waits: Interruptible) -> Store:
+        """Return the store of the start."""
+        return self._store
+
+    def begin(self, generation: Generation) -> str:
+        """Return "": no vote begins."""
+        return ""
+
+    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+        """Raise `lost`: there is no next generation."""
+        raise lost
+
+    def poll(self, step: int) -> None:
+        """Report nothing."""
+
+    def acknowledge(self, held: Sequence[Held]) -> bool:
+        """Return True: no machine promises to end the generation."""
+        return True
+
+    def may_write(self, *, wait: bool) -> bool:
+        """Return True: no process is expelled."""
+        return True
+
+    def require_member(self) -> None:
+        """Return: no process is expelled."""
+
+    def leave(self, failure: FailureReport | None = None) -> None:
+        """Report nothing: the launcher sees the process's end."""
+
+    def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
+        """Send nothing."""
+
+    def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Send nothing."""
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Ignore the handler: no frame comes."""
 
 
 class _PeerLine:
@@ -71,9 +134,9 @@ def watch_peers(
     *,
     options: EvidenceOptions,
     limit: float,
-    report: Callable[[Message], object] = print_message,
-) -> PeerActivities:
-    """Connect all ranks by control lines; return what the ranks do. Collective.
+    report: Callable[[Message], object],
+) -> StaticMembership:
+    """Connect all ranks by control lines, so that each knows what the others do; collective.
 
     Args:
         group: all ranks, as this one sees them.
@@ -87,7 +150,7 @@ def watch_peers(
         CommError: a rank didn't come in time.
     """
     if group.size == 1:
-        return NO_PEERS
+        return StaticMembership(store)
     peers = _PeerLine(group, options, report)
     resources.callback(peers.close)
     generation = group.generation
@@ -97,7 +160,7 @@ def watch_peers(
         [one.id for one in generation.members],
         max(0.0, min(_CONNECT_S, deadline - monotonic())),
     )
-    return peers.activities
+    return StaticMembership(store, peers.activities)
 
 
 def connect_members(

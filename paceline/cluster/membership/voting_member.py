@@ -1,4 +1,4 @@
-"""Membership: a member's part in deciding which members the next generation has.
+"""Voting member: a member's part in deciding which members the next generation has.
 
     control line ── evidence ── suspicion ── vote ── decided
                                     │                   └▶ next_generation() returns
@@ -73,8 +73,8 @@ _ENTRY_POLL_S = 0.005  # between two looks whether all have come to a generation
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
-class Membership:
-    """Membership of this process, from its first generation to the end of the run.
+class VotingMember:
+    """Voting member: this process as one, from its first generation to the end of the run.
 
     Args:
         generation: the first generation.

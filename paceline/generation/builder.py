@@ -1,0 +1,28 @@
+"""Builder: what each generation of a run is made of, whichever ranks it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster.membership.generation import Generation
+from paceline.generation.mesh import Mesh
+
+
+class Builder:
+    """Builder of a run in which each rank has a replica of the whole model."""
+
+    def __init__(self) -> None:
+        self._purposes: list[tuple[str, str]] = []
+
+    def mesh(self, generation: Generation) -> Mesh:
+        """Return a generation's ranks along their axes."""
+        return Mesh.of_data(generation)
+
+    def purposes(self) -> Sequence[tuple[str, str]]:
+        """Return (axis, purpose) of the groups that each generation opens, in this order."""
+        return self._purposes
+
+    def add(self, axis: str, purpose: str) -> None:
+        """Let later generations open a group, too; all ranks call it in the same order."""
+        if (axis, purpose) not in self._purposes:
+            self._purposes.append((axis, purpose))
