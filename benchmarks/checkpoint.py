@@ -36,6 +36,7 @@ from variants import Setting, Training, bind
 from workloads import work_of
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.membership.static import StaticMembership
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.replica.state.checkpoint import checkpoint_entries
@@ -104,7 +105,9 @@ def serve(setting: Saving) -> None:
     training = Training(setting)
     replica = bind(training, setting, meet(setting, "checkpoint"), SyncConfig(sync="allreduce"))
     objects = StateObjects(model=training.model, optimizer=training.optimizer)
-    writer = CheckpointWriter(Checkpoints(Path(setting.folder), keep=1), constant={})
+    writer = CheckpointWriter(
+        Checkpoints(Path(setting.folder), keep=1), constant={}, membership=StaticMembership()
+    )
     numbers, files = count(), count()
 
     def step() -> None:

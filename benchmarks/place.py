@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.generation.connector import connect
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
-from paceline.wiring import connect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def run_of(place: Place, store: Store) -> Run:
     device, limits = torch.device("cpu"), (LIMIT, LIMIT)
     connecting = partial(connect, store=store, device=device, limits=limits)
     group = Group.world(generation, place.rank)
-    return Run(context=GenerationContext(group, connecting, device=device, limits=limits))
+    return Run(context=GenerationContext(group, device=device, limits=limits).open(connecting))
 
 
 def join_gloo(place: Place, store: Store) -> None:

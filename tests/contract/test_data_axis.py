@@ -12,13 +12,12 @@ from torch import nn
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
-from paceline.generation.context import GenerationContext
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import open_context, world_of
 from tests.harness.twins.communicator import ThreadGroup
 
 CPU = torch.device("cpu")
@@ -46,9 +45,7 @@ def test_replicas_are_equal_along_the_data_axis_and_summaries_are_of_all_ranks()
 
     def train(own: Communicator) -> dict[str, Any]:
         world = world_of(MACHINES, own.rank)
-        context = GenerationContext(
-            world, connections.connect, device=CPU, limits=LIMITS, mesh=MESH
-        )
+        context = open_context(world, connections.connect, device=CPU, limits=LIMITS, mesh=MESH)
         with Run(context=context) as run:
             share = BatchShare()
             layers = [nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1, bias=False)]

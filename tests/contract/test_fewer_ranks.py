@@ -25,18 +25,17 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
-from paceline.generation.context import GenerationContext
+from paceline.generation.connector import connect
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
 from paceline.state.snapshots import Snapshots
 from paceline.state.state_copy import copy_state
-from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.case_steps import adam
 from tests.harness.equivalence.large_batch import Training, convnet, largest_difference, sgd
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import open_context, world_of
 
 CPU, LIMITS = torch.device("cpu"), (10.0, 10.0)
 A, B, C = range(3)  # the members
@@ -150,7 +149,7 @@ class Elastic:
         group = world_of(generation.machines, c.rank, token=f"token {number}", number=number)
         connecting = partial(connect, store=self._store, device=CPU, limits=LIMITS)
         try:
-            with GenerationContext(group, connecting, device=CPU, limits=LIMITS) as context:
+            with open_context(group, connecting, device=CPU, limits=LIMITS) as context:
                 run = Run(context=context)
                 replica = replicate(member.model, member.optimizer, run, self.config)
                 try:

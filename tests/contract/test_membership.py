@@ -12,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paceline.cluster.membership.membership import Membership
+from torch._C._distributed_c10d import HashStore
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.control_line.frame_kinds import VOTE
+from paceline.cluster.membership.elastic import ElasticMembership
 from paceline.cluster.membership.evidence import CLOSED_GRACE_S, EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.generation_waits import Change, OutsideWorld
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
+from paceline.cluster.membership.voting_member import VotingMember
 from paceline.cluster.membership.witness import Witness
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.errors import CheckpointError, CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
+from paceline.run.backup.durable_files import DurableFiles
+from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.state.checkpoint_writer import Checkpoint
-from paceline.wiring import MemberLink
-from tests.harness.processes.worlds import run_of, world_of
+from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
 OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
@@ -51,13 +55,13 @@ class Members:
         )
         self.interrupted = [threading.Event() for _ in generation.members]
         records: dict[int, AcceptorRecord] = {}
-        self.all: list[Membership] = []
+        self.all: list[VotingMember] = []
         for member in generation.members:
             record = records.get(member.machine)
             record = AcceptorRecord.make() if record is None else AcceptorRecord.open(record.path)
             records.setdefault(member.machine, record)
             self.all.append(
-                Membership(
+                VotingMember(
                     self.generation,
                     member,
                     secret=b"secret",
@@ -263,27 +267,29 @@ def test_the_run_of_a_member_outside_the_world_may_write_nothing(
     members = make((1, 1))
     members.kill(0)
     members.next((1,))
-    run = run_of()
-    MemberLink(members.all[1], members.generation, None).begin(run, None)
-    assert not run.may_write()
-    assert not run.lease_lasts()
+    membership = ElasticMembership(members.all[1], members.generation, HashStore())
+    assert membership.may_write(wait=False)  # before the first vote nobody is expelled
+    membership.begin(members.generation)
+    assert not membership.may_write(wait=True)
+    assert not membership.may_write(wait=False)
     with pytest.raises(PeerLost, match="records nothing more"):
-        run.require_member()
+        membership.require_member()
 
 
 def test_a_process_that_was_stopped_announces_no_checkpoint_that_the_next_leader_has_removed(
     make: Callable[..., Members], tmp_path: Path
 ) -> None:
     members = make((1, 1))
-    link = MemberLink(members.all[0], members.generation, None)
+    membership = ElasticMembership(members.all[0], members.generation, HashStore())
+    files = DurableFiles(membership, SnapshotBackup(membership), tmp_path)
     lineage = [(members.generation.id, 0)]
     checkpoint = Checkpoint(
         name=SnapshotName("g", 6), step=6, state={"lineage": lineage}, parameters={}
     )
-    link.announce(checkpoint, tmp_path / "step-00000006.pt")
+    files.written(checkpoint, tmp_path / "step-00000006.pt")
     (tmp_path / "step-00000006.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError):
-        link.announce(checkpoint, tmp_path / "step-00000006.pt")
+        files.written(checkpoint, tmp_path / "step-00000006.pt")
 
 
 def test_a_witness_lets_either_machine_of_a_pair_continue(
@@ -454,10 +460,10 @@ def test_an_error_that_ends_the_run_is_no_loss_and_one_that_follows_from_a_loss_
     asked = [threading.Event() for _ in members.all]
     for one, event in zip(members.all, asked, strict=True):
         one.when_end_is_asked(lambda supervised, event=event: event.set())
-    link = MemberLink(members.all[1], members.generation, None)
-    link.fail(CommTimeout("rank 1 waited 3 s for a peer"))
+    membership = ElasticMembership(members.all[1], members.generation, HashStore())
+    membership.leave(FailureReport.of(CommTimeout("rank 1 waited 3 s for a peer")))
     assert not any(event.is_set() for event in asked)
-    link.fail(CheckpointError("the disk is full"))
+    membership.leave(FailureReport.of(CheckpointError("the disk is full")))
     assert asked[0].wait(LIMIT)
     assert asked[2].wait(LIMIT)
     members.kill(1)  # long after its connections have ended

@@ -26,6 +26,7 @@ from paceline.state.snapshot_interval import SnapshotInterval
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of
 
 ORDER = Order(size=400, batch_size=4)
@@ -175,7 +176,7 @@ def test_what_a_lost_generation_has_is_released_before_the_next_one_is_made() ->
     def work(c: Communicator) -> list[bool]:
         rank = Rank(c, **options)
         rank.train(2)
-        rank.steps.recovery._next_generation = refuse
+        rank.steps.run.membership = GivenMembership(next_generation=refuse)
         kept = [weakref.ref(rank.bench.replica._binding.synchronizer)]
         error = lost(kept)
         rank.steps.recovery.leave_generation(error)

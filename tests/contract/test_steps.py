@@ -29,6 +29,7 @@ from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of
 
 ORDER = Order(size=40, batch_size=12)  # 4 steps an epoch, the last one short
@@ -69,7 +70,7 @@ class Rank:
             enabled=options.get("snapshots", True),
             check=options.get("check", True),
         )
-        writer = CheckpointWriter(Checkpoints(folder, 9), constant={})
+        writer = CheckpointWriter(Checkpoints(folder, 9), constant={}, membership=run.membership)
         self.steps = Steps(
             self.bench.replica,
             run,
@@ -320,7 +321,9 @@ def test_a_process_outside_the_world_reports_no_checkpoint_in_a_step_but_at_its_
         rank.train(1)
         assert rank.steps._writer is not None
         rank.steps._writer.wait()
-        rank.steps.run.recorder = MemberRecorder(rank.recorder, refuse)
+        rank.steps.run.recorder = MemberRecorder(
+            rank.recorder, GivenMembership(require_member=refuse)
+        )
         with pytest.raises(PeerLost):
             rank.train(2)
         assert "checkpoint" not in dict(rank.recorder.lines)

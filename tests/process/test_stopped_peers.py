@@ -19,14 +19,13 @@ from torch.distributed import FileStore
 from paceline.comm.communicator import Communicator, gather_counts
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
-from paceline.generation.context import GenerationContext
+from paceline.generation.connector import connect
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
-from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate
 from tests.harness.processes.gloo_processes import spawn
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import open_context, world_of
 
 CPU, LIMITS = torch.device("cpu"), (40.0, 40.0)  # longer than any wait of the test
 RANKS, STEPS, WIDTH = 3, 3, 1000
@@ -39,7 +38,7 @@ class Rank:
         group = world_of(machines, c.rank)
         store = FileStore(str(folder / "store"), c.world_size)
         connecting = partial(connect, store=store, device=CPU, limits=LIMITS)
-        self.context = GenerationContext(group, connecting, device=CPU, limits=LIMITS)
+        self.context = open_context(group, connecting, device=CPU, limits=LIMITS)
         run = Run(context=self.context)
         run.open("data", "layers")
         share = BatchShare()

@@ -24,7 +24,6 @@ def test_a_step_that_loses_a_peer_while_it_accumulates_is_made_again() -> None:
         generations = Successors(world)
         breaks = Breaks(world, generations, [(1, "accumulating")])
         world._run.context.summaries.alone = False  # one rank alone takes no snapshots
-        world._next_generation = generations.decide
         optimizer = paceline.parallelize(model, sgd(model), world)[1]
         done = []
         for x, y in paceline.loader(samples(), BATCH, world):
@@ -53,7 +52,6 @@ def test_an_evaluation_that_is_repeated_has_the_place_that_it_had() -> None:
         generations = Successors(world)
         breaks = Breaks(world, generations, [(1, "accumulating")])
         world._run.context.summaries.alone = False  # one rank alone takes no snapshots
-        world._next_generation = generations.decide
         model = network()
         optimizer = paceline.parallelize(model, sgd(model), world)[1]
         rollback, places = world._loop.rollback, []

@@ -15,6 +15,7 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CheckpointError
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from tests.harness.membership.given_membership import GivenMembership
 
 
 class SlowDisk(Checkpoints):
@@ -31,6 +32,7 @@ class SlowDisk(Checkpoints):
 
 
 def writer_to(checkpoints: Checkpoints, **more: Any) -> CheckpointWriter:
+    more = {"membership": GivenMembership(), **more}
     return CheckpointWriter(checkpoints, constant={"config": {"a": 1}}, **more)
 
 
@@ -157,7 +159,6 @@ def wait_for_thread() -> None:
 
 
 def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: Path) -> None:
-    writer = writer_to(Checkpoints(tmp_path, 5))
     asked, answered = threading.Event(), threading.Event()
 
     def may_write() -> bool:
@@ -166,7 +167,8 @@ def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: 
         assert answered.wait(10)
         return False
 
-    writer.may_write = may_write
+    membership = GivenMembership(may_write=may_write)
+    writer = writer_to(Checkpoints(tmp_path, 5), membership=membership)
     writer.publish(checkpoint(1))
     assert asked.wait(10)
     assert not (tmp_path / "checkpoints").exists()  # before the answer
@@ -182,7 +184,6 @@ def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: 
 def test_a_file_whose_lease_ends_meanwhile_is_published_after_that_lease_is_renewed(
     tmp_path: Path,
 ) -> None:
-    writer = writer_to(Checkpoints(tmp_path, 5))
     folder = tmp_path / "checkpoints"
     asked: list[str] = []
 
@@ -196,7 +197,8 @@ def test_a_file_whose_lease_ends_meanwhile_is_published_after_that_lease_is_rene
         asked.append("lasts")
         return len(asked) > 2
 
-    writer.may_write, writer.lease_lasts = may_write, lease_lasts
+    membership = GivenMembership(may_write=may_write, lease_lasts=lease_lasts)
+    writer = writer_to(Checkpoints(tmp_path, 5), membership=membership)
     writer.publish(checkpoint(1))
     writer.wait()
     assert asked == ["may write", "lasts", "may write", "lasts", "lasts"]
@@ -208,9 +210,9 @@ def test_a_file_whose_lease_ends_meanwhile_is_published_after_that_lease_is_rene
 def test_a_process_that_was_stopped_while_it_wrote_publishes_nothing_once_it_is_outside(
     tmp_path: Path,
 ) -> None:
-    writer = writer_to(Checkpoints(tmp_path, 5))
     answers = [True, False]
-    writer.may_write, writer.lease_lasts = lambda: answers.pop(0), lambda: False
+    membership = GivenMembership(may_write=lambda: answers.pop(0), lease_lasts=lambda: False)
+    writer = writer_to(Checkpoints(tmp_path, 5), membership=membership)
     writer.publish(Checkpoint(**{**vars(checkpoint(1)), "best": True}))
     writer.wait()
     assert answers == []
@@ -229,7 +231,9 @@ def test_a_process_that_was_stopped_after_its_file_was_there_removes_no_other(
     writer.publish(checkpoint(1))
     writer.wait()
     lasts, may_write = [True, False], [True, False]
-    writer.may_write, writer.lease_lasts = lambda: may_write.pop(0), lambda: lasts.pop(0)
+    writer._membership = GivenMembership(
+        may_write=lambda: may_write.pop(0), lease_lasts=lambda: lasts.pop(0)
+    )
     writer.publish(checkpoint(2))
     writer.wait()
     assert lasts == may_write == []

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.observe.csv_log import CsvLog, Totals, log_name
-from paceline.observe.line_file import MemberCheck
+from tests.harness.membership.given_membership import GivenMembership
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
 EPOCH = {"seconds": 7.0, "accuracy": 0.25, "learning_rate": 0.1, "loss": 1.5}
@@ -139,7 +139,6 @@ class Member:
 
     def become_leader(self, epoch: int) -> None:
         self.leads = True
-        self.log.hand_over()
         self.log.event("restore", epoch=epoch)
 
     def __enter__(self) -> Self:
@@ -160,8 +159,8 @@ def test_a_process_outside_the_world_writes_no_row(tmp_path: Path) -> None:
     def refuse() -> None:
         raise PeerLost("outside")
 
-    check = MemberCheck(refuse, lambda: True)
-    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, check=check)
+    membership = GivenMembership(require_member=refuse)
+    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, membership=membership)
     before = log.path.read_bytes() if log.path else b""
     with pytest.raises(PeerLost):
         log.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)
@@ -234,6 +233,5 @@ def test_a_leader_that_is_one_no_longer_writes_nothing(tmp_path: Path) -> None:
     with Member(tmp_path, leads=True) as member:
         member.end_epoch(0)
         member.leads = False
-        member.log.hand_over()
         member.end_epoch(1)
     assert rows(tmp_path) == [("0", "4")]

@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import DataError, PeerLost
 from paceline.observe.event_file import EventFile, find_event_files, read_events
-from paceline.observe.line_file import MemberCheck
+from tests.harness.membership.given_membership import GivenMembership
 
 MEMBER = "0123456789ab-1"
 STEP: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_a_result_is_checked_when_its_line_is_made_and_nothing_else_is(tmp_path:
         asked.append(1)
         raise PeerLost("outside")
 
-    events = EventFile(tmp_path, MEMBER, MemberCheck(refuse, lambda: True))
+    events = EventFile(tmp_path, MEMBER, GivenMembership(require_member=refuse))
     with pytest.raises(TypeError):
         events.event("step", **{**STEP, "cuts": object()})
     assert asked == []

@@ -17,7 +17,8 @@ from paceline.generation.context import GenerationContext
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.worlds import world_of
+from tests.harness.membership.given_membership import GivenConnector
+from tests.harness.processes.worlds import open_context, world_of
 
 
 class Recorded(SingleRankCommunicator):
@@ -38,7 +39,7 @@ def context_of(notes: list[str], group: Group | None = None) -> GenerationContex
         return Recorded(purpose, notes)
 
     cpu = torch.device("cpu")
-    context = GenerationContext(group or world_of(), connect, device=cpu, limits=(5.0, 5.0))
+    context = open_context(group or world_of(), connect, device=cpu, limits=(5.0, 5.0))
     context.group("data", "layers")
     return context
 
@@ -67,7 +68,7 @@ def test_ranks_of_a_line_are_connected_once_a_purpose() -> None:
 
     cpu, world = torch.device("cpu"), world_of((2, 2), rank=2)
     mesh = Mesh(machines=(0, 0, 1, 1), axes=(("stage", 2), ("data", 2)))
-    with GenerationContext(world, connect, device=cpu, limits=(5.0, 5.0), mesh=mesh) as context:
+    with open_context(world, connect, device=cpu, limits=(5.0, 5.0), mesh=mesh) as context:
         for _ in range(2):
             for axis in ("all", "stage", "data", "machine"):
                 context.group(axis, "layers/1")
@@ -120,7 +121,7 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
     def on_rank(communicator: Communicator) -> list[str]:
         cpu, errors = torch.device("cpu"), []
         group = world_of((1, 1), communicator.rank)
-        context = GenerationContext(group, lambda *_: communicator, device=cpu, limits=(0.2, 0.1))
+        context = open_context(group, lambda *_: communicator, device=cpu, limits=(0.2, 0.1))
         for _ in range(3):
             if communicator.rank == 1:  # publishes its addresses, and never connects
                 for _ in ("inside the machine", "between machines"):
@@ -141,7 +142,7 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
 
 def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
     notes: list[str] = []
-    run = Run(context=context_of(notes), make_context=partial(context_of, notes))
+    run = Run(context=context_of(notes), connector=GivenConnector(partial(context_of, notes)))
     for purpose in ("rows", "layers", "rows"):
         run.open("data", purpose)
     layers, asked = run.context.group("data", "layers"), run.rank_and_size
@@ -167,27 +168,14 @@ def test_the_first_generation_is_numbered_without_another_connection() -> None:
     assert notes == []
 
 
-def test_the_number_of_a_later_generation_is_recorded_before_its_ranks_connect() -> None:
-    order: list[object] = []
-
-    def make_context(group: Group) -> GenerationContext:
-        order.append("connect")
-        return context_of([], group)
-
-    run = Run(
-        context=context_of([]),
-        make_context=make_context,
-        record_number=lambda group: order.append(group.generation.number),
-    )
-    run.enter(world_of(token="another", number=3))
-    assert order == [3, "connect"]
-
-
 @pytest.mark.parametrize(("token", "number"), [("token", 3), ("another", 2), ("another", 1)])
 def test_a_later_generation_without_a_number_and_a_token_of_its_own_is_a_bug(
     token: str, number: int
 ) -> None:
-    run = Run(context=context_of([], world_of(number=2)), make_context=partial(context_of, []))
+    run = Run(
+        context=context_of([], world_of(number=2)),
+        connector=GivenConnector(partial(context_of, [])),
+    )
     with pytest.raises(AssertionError):
         run.enter(world_of(token=token, number=number))
 
@@ -205,7 +193,7 @@ class Interruptible(SingleRankCommunicator):
 def test_what_opens_after_an_interrupt_is_interrupted_too() -> None:
     notes: list[str] = []
     cpu = torch.device("cpu")
-    context = GenerationContext(
+    context = open_context(
         world_of(), lambda group, purpose: Interruptible(notes), device=cpu, limits=(5.0, 5.0)
     )
     context.interrupt()

@@ -29,17 +29,14 @@ def test_recorders_are_opened_and_closed_as_the_leader_changes() -> None:
     recorder.event("step")
     assert lines == []
     leads[0] = True
-    recorder.hand_over()
     recorder.event("run")
-    recorder.hand_over()
     recorder.event("step")
     assert lines == ["open", "run", "step"]
     leads[0] = False
-    recorder.hand_over()
     recorder.event("step")
     assert lines == ["open", "run", "step", "close"]
     leads[0] = True
-    recorder.hand_over()
+    recorder.event("run")
     recorder.close()
     recorder.close()
-    assert lines[4:] == ["open", "close"]
+    assert lines[4:] == ["open", "run", "close"]

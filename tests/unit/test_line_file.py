@@ -11,8 +11,9 @@ import pytest
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.observe import line_file
-from paceline.observe.line_file import LineFile, MemberCheck
+from paceline.observe.line_file import LineFile
 from tests.harness.data.small_disk import small_disk
+from tests.harness.membership.given_membership import GivenMembership
 
 LONG = "x" * 10_000  # more than two pages, so that a part of it is written
 
@@ -93,14 +94,14 @@ class Check:
         return self._lasts.pop(0)
 
     @property
-    def both(self) -> MemberCheck:
-        return MemberCheck(self.require, self.lasts)
+    def membership(self) -> GivenMembership:
+        return GivenMembership(require_member=self.require, lease_lasts=self.lasts)
 
 
 def test_a_line_is_written_once_the_lease_lasts_when_it_is_written(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "lines")
     check = Check(False, False, True, out=False)
-    lines.write("first", check.both)
+    lines.write("first", check.membership)
     assert check.looks == ["require", "lasts"] * 3
     assert lines.path.read_text() == "first\n"
     lines.close()
@@ -112,7 +113,7 @@ def test_a_process_whose_lease_ended_before_the_write_and_that_is_outside_writes
     lines = LineFile(tmp_path / "lines")
     check = Check(False, out=True)
     with pytest.raises(PeerLost):
-        lines.write("first", check.both)
+        lines.write("first", check.membership)
     assert check.looks == ["require", "lasts", "require"]
     lines.write("last")  # a losing side's
     lines.close()
@@ -126,7 +127,7 @@ def test_a_line_that_was_begun_on_a_full_disk_is_completed_outside_of_the_world_
         lines = LineFile(disk.path / "lines")
         disk.fill(leave=4096)
         monkeypatch.setattr(time, "sleep", lambda seconds: disk.make_room())
-        lines.write(LONG, Check(True, out=True).both)  # no further look
+        lines.write(LONG, Check(True, out=True).membership)  # no further look
         lines.close()
         assert lines.path.read_text() == f"{LONG}\n"
 
@@ -139,7 +140,7 @@ def test_a_line_that_waits_for_room_is_not_written_by_a_process_that_is_outside_
         disk.fill(leave=0)
         monkeypatch.setattr(time, "sleep", lambda seconds: disk.make_room())
         with pytest.raises(PeerLost):
-            lines.write("first", Check(True, False, out=True).both)
+            lines.write("first", Check(True, False, out=True).membership)
         lines.close()
         assert lines.path.read_text() == ""
 

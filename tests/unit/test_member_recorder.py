@@ -6,6 +6,7 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.recorder import MemberRecorder, NullRecorder
+from tests.harness.membership.given_membership import GivenMembership
 
 
 class Names(NullRecorder):
@@ -24,7 +25,7 @@ def refuse() -> None:
 
 def test_a_member_outside_the_world_records_no_results() -> None:
     names = Names()
-    recorder = MemberRecorder(names, refuse)
+    recorder = MemberRecorder(names, GivenMembership(require_member=refuse))
     for name in ("step", "loss", "epoch", "speeds", "merge", "replay"):
         with pytest.raises(PeerLost):
             recorder.event(name)
@@ -37,6 +38,6 @@ def test_a_member_outside_the_world_records_no_results() -> None:
 
 def test_a_member_of_the_world_records_all() -> None:
     names = Names()
-    recorder = MemberRecorder(names, lambda: None)
+    recorder = MemberRecorder(names, GivenMembership())
     recorder.event("step", step=1)
     assert names.names == ["step"]

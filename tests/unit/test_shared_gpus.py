@@ -16,13 +16,12 @@ from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.generation import context as context_module
-from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus
 from paceline.wiring.exchange import ExchangeGroups
-from tests.harness.processes.worlds import run_of, world_of
+from tests.harness.processes.worlds import open_context, run_of, world_of
 from tests.unit.test_wiring import config_of
 
 GPU = torch.device("cuda", 0)
@@ -64,7 +63,7 @@ def context_on_gpus(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_module, "find_sharing_ranks", lambda *_: sharing)
-        return GenerationContext(
+        return open_context(
             world_of(machines), by_gloo, device=GPU, limits=(5.0, 5.0), connect_gpus=by_nccl
         )
 

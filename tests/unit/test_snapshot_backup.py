@@ -23,12 +23,12 @@ MEMBERS = ("a", "b", "c")  # the holder of each is the next one
 def members() -> Iterator[BackupMembers]:
     members = BackupMembers()
     for each in MEMBERS:
-        members.join(each).begin_generation("g0")
+        members.join(each).begin_generation("g/0")
     yield members
     members.close()
 
 
-def name(step: int, token: str = "g0") -> SnapshotName:
+def name(step: int, token: str = "g/0") -> SnapshotName:
     return SnapshotName(token, step)
 
 
@@ -136,31 +136,31 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
     backup.leave_generation([name(5)])
     assert backup.parts(name(7), ["a"]) == []
     assert not backup.receive(name(8), "a", b"")  # between generations
-    backup.begin_generation("g1")
+    backup.begin_generation("g/1")
     assert not backup.receive(name(8), "a", b"")  # a late one
     assert recorded(members, "b") == {name(5): "ab"}
     assert len(backup.parts(name(5), ["a"])) == 1
     for each in "ac":
         members.backups[each].leave_generation([name(5)])
-        members.backups[each].begin_generation("g1")
-    hold_all(members, name(6, "g1/1"))
-    backup.commit(name(6, "g1/1"), [name(6, "g1/1")])
-    assert recorded(members, "b") == {name(6, "g1/1"): "ab"}
+        members.backups[each].begin_generation("g/1")
+    hold_all(members, name(6, "g/1/1"))
+    backup.commit(name(6, "g/1/1"), [name(6, "g/1/1")])
+    assert recorded(members, "b") == {name(6, "g/1/1"): "ab"}
     assert backup.parts(name(5), ["a"]) == []
 
 
 def test_a_commit_drops_copies_of_owners_that_are_gone() -> None:
     copies = PartCopies()
-    for at, owner in ((name(5), "lost"), (name(5), "a"), (name(6, "g1/1"), "a")):
+    for at, owner in ((name(5), "lost"), (name(5), "a"), (name(6, "g/1/1"), "a")):
         copies.add(at, owner, b"")
-    superseded = copies.superseded(name(6, "g1/1"), "g1")
+    superseded = copies.superseded(name(6, "g/1/1"), "g/1")
     assert sorted(superseded) == [(name(5), "a"), (name(5), "lost")]
 
 
 def test_a_start_that_is_needed_again_has_its_copies_still(members: BackupMembers) -> None:
     hold_all(members, name(5))
     for each in "bc":
-        for prefix in ("g1", "g2"):
+        for prefix in ("g/1", "g/2"):
             members.backups[each].leave_generation([name(5)])
             members.backups[each].begin_generation(prefix)
     (copy,) = members.backups["b"].parts(name(5), ["a"])
@@ -184,7 +184,7 @@ def test_a_wait_ends_when_the_generation_does(members: BackupMembers) -> None:
     backup.interrupt()
     waiting.join(LIMIT)
     assert "generation of the world ends" in str(ended[0])
-    backup.begin_generation("g0")
+    backup.begin_generation("g/0")
     members.open.set()
     backup.wait(name(5), LIMIT)
 

@@ -12,15 +12,16 @@ from torch.distributed import HashStore
 
 import paceline
 from paceline import wiring as build
+from paceline.api import session
 from paceline.cli.flags import parse
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
-from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of, world_of
 
 BASE = (
@@ -226,7 +227,9 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
         build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
 
 
-def requires_later_looks(run: Run, recorder: Recorder, folder: Path, **step: object) -> None:
+def requires_later_looks(
+    membership: GivenMembership, recorder: Recorder, folder: Path, **step: object
+) -> None:
     """Require that a member that is stopped after an early look at the lease writes no result."""
     looks: list[str] = []
 
@@ -242,7 +245,7 @@ def requires_later_looks(run: Run, recorder: Recorder, folder: Path, **step: obj
         looks.append("lasts")
         return False
 
-    run.require_member, run.lease_lasts = require_member, lease_lasts
+    membership._require_member, membership._lease_lasts = require_member, lease_lasts
     before = contents()
     with pytest.raises(PeerLost, match="outside"):
         recorder.event("step", **step)
@@ -257,31 +260,33 @@ def test_a_trainers_files_have_no_result_of_a_process_that_was_stopped_meanwhile
     tmp_path: Path,
 ) -> None:
     run = run_of()
+    run.membership = membership = GivenMembership()
     recorder = build.build_recorder(config_of(), run, tmp_path, build.Start())
-    requires_later_looks(run, recorder, tmp_path, **STEP)
+    requires_later_looks(membership, recorder, tmp_path, **STEP)
     recorder.close()
 
 
 def test_a_scripts_files_have_no_result_of_a_process_that_was_stopped_meanwhile(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    membership = GivenMembership()
+    monkeypatch.setattr(session, "join_membership", lambda group, *_, **__: (group, membership))
+    monkeypatch.setattr(session, "watch_peers", lambda *_, **__: membership)
     with paceline.join(run=tmp_path / "run") as world:
-        run = world._run
-        requires_later_looks(run, run.recorder, tmp_path / "run", **STEP)
-        run.require_member = lambda: None
+        requires_later_looks(membership, world._run.recorder, tmp_path / "run", **STEP)
+        membership._require_member = lambda: None
 
 
 def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path: Path) -> None:
     run = run_of()
     config = config_of("--num_epochs", "1")
     answers = {"may write": True, "lasts": False}
-    run.lease_lasts = lambda: answers["lasts"]
 
     def may_write() -> bool:
         may, answers["may write"] = answers["may write"], False
         return may
 
-    run.may_write = may_write
+    run.membership = GivenMembership(may_write=may_write, lease_lasts=lambda: answers["lasts"])
     sources = build.open_sources(config)
     OPEN.append(build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
     OPEN[-1].run()

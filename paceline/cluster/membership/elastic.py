@@ -176,9 +176,8 @@ class ElasticMembership:
         witness_machine: int | None = None,
     ) -> None:
         self._voter = voter
-        self._first = generation.token
         self._generation = generation  # the newest that was decided
-        self._entered = generation
+        self._entered: Generation | None = None
         self._store = store
         self._witness_machine = witness_machine
         self._votes = False
@@ -194,7 +193,7 @@ class ElasticMembership:
         """
         generation = group.generation
         store = self._store
-        if generation.token != self._first:
+        if self._entered is not None:
             self._voter.await_members(group)
             store = self._voter.store_of(group)
         # Before the ranks connect: a member may be lost while the others still do.
@@ -240,6 +239,7 @@ class ElasticMembership:
 
     def poll(self, step: int) -> None:
         """Report that this member is in a step."""
+        assert self._entered is not None
         self._voter.report_progress(self._entered, step)
 
     def acknowledge(self, held: Sequence[Held]) -> bool:
@@ -254,7 +254,7 @@ class ElasticMembership:
 
     def require_member(self) -> None:
         """Require that this member is in the world, as `Membership.require_member`."""
-        if self._votes:
+        if self._votes and self._entered is not None:
             self._voter.require_member(self._entered)
 
     def leave(self, failure: FailureReport | None = None) -> None:

@@ -21,14 +21,14 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
+from paceline.generation.connector import connect
 from paceline.generation.context import GenerationContext
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.reduce.put_engine.shard_server import ShardServer
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
-from paceline.wiring.connections import connect
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import open_context, world_of
 from tests.harness.twins.communicator import ThreadGroup
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.window import WindowGroup
@@ -236,7 +236,7 @@ def context_on_gloo(
         return connect(group, purpose, store=store, device=device, limits=limits)
 
     group = world_of(machines, communicator.rank)
-    context = GenerationContext(group, connected, device=device, limits=limits)
+    context = open_context(group, connected, device=device, limits=limits)
     context.group("machine", "gradients")
     return context
 

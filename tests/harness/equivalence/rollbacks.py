@@ -32,16 +32,16 @@ from paceline.comm.communicator import Communicator, total
 from paceline.comm.process_group import UNFINISHED
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
-from paceline.generation.context import GenerationContext
+from paceline.generation.connector import connect
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
 from paceline.state.snapshots import Snapshots
-from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.worlds import world_of
+from tests.harness.membership.given_membership import GivenConnector
+from tests.harness.processes.worlds import open_context, world_of
 
 LIMIT = 10.0  # a thread of Gloo's may wait as long
 CPU = torch.device("cpu")
@@ -107,10 +107,10 @@ class Rollbacks:
         objects = StateObjects(model=model, optimizer=optimizer, tracked={"schedule": schedule})
         limits = (LIMIT, LIMIT)
         connecting = partial(connect, store=self._store, device=CPU, limits=limits)
-        make_context = partial(GenerationContext, connect=connecting, device=CPU, limits=limits)
+        make_context = partial(open_context, connect=connecting, device=CPU, limits=limits)
         step, machines = 0, self.machines
         groups = [world_of(machines, c.rank, token=f"token {n}", number=n) for n in range(99)]
-        with Run(context=make_context(groups[0]), make_context=make_context) as run:
+        with Run(context=make_context(groups[0]), connector=GivenConnector(make_context)) as run:
             replica = replicate(model, optimizer, run, self.config)
             for number in range(len(self.moments) + 1):
                 moment = self.moments[number][c.rank] if number < len(self.moments) else None

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +33,17 @@ from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cluster.membership.backup_holder import holder_of, missing_parts
 from paceline.cluster.membership.generation import Ancestor, Group
+from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
+from paceline.replica.live_hooks import patch
 from paceline.run.backup.own_part import OwnPart
-from paceline.run.recovery.recovery import Successor
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from paceline.state.checkpoint_files import FOLDER
+from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_weights
 from tests.harness.data.databases import write_minidb
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
@@ -49,6 +52,7 @@ from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
 from tests.harness.equivalence.trainer_breaks import Breaks, Moment
+from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import world_of
 
 STEPS, EPOCHS, BATCH, SAMPLES = 4, 2, 12, 40  # the last batch is short
@@ -197,11 +201,16 @@ class TrainerRollbacks:
         device, group = torch.device("cpu"), self._group(c, 0)
         folder = self.folder_of(group.machine)
         numbers = iter(range(1, 99))  # of the next generations
+        starts: list[bool] = []  # whether they are from snapshots
+        parts: list[OwnPart] = []  # of members that aren't in the next one
 
         def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
             number = next(numbers)
             if self.backups is not None:
-                return self._recover(c, self.backups, number)
+                successor = self._recover(c, self.backups, number)
+                starts.append(successor.start is not None)
+                return successor
+            starts.append(True)
             self._held[c.rank] = tuple(held)
             start = self._agree(c, number)
             while c.rank in self._parked(number):
@@ -210,32 +219,44 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number, c.rank]
-            return Successor(group=self._group(c, number), start=start, parts=parts)
+            parts[:] = self._parts[number, c.rank]
+            return Successor(group=self._group(c, number), start=start)
 
         with ExitStack() as stack:
             sources = wiring.open_sources(config)
             stack.callback(sources.close)
             limits = (config.world.first_iter_timeout, config.world.timeout)
-            run = stack.enter_context(wiring.open_run(group, self._store, device, limits))
-            run.record_number = lambda group: self.recorded.add(group.generation.number)
+            membership = GivenMembership(self._store, next_generation=next_generation)
+            if self.backups is not None:
+                self.backups.announced = self._announce
+                membership = self.backups.enter(
+                    group.member.id, self._store, next_generation=next_generation
+                )
+            run = stack.enter_context(
+                wiring.open_run(group, self._store, device, limits, membership)
+            )
             start = wiring.Start()
             run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
-            backup = None
-            if self.backups is not None:
-                backup = self.backups.join(group.member.id)
-            trainer = wiring.build_trainer(
-                config,
-                run,
-                sources,
-                device,
-                folder,
-                start,
-                next_generation=next_generation,
-                backup=backup,
-                announce=self._announce,
-            )
+            trainer = wiring.build_trainer(config, run, sources, device, folder, start)
+            commits = trainer.steps._snapshots.commits
+            if self.backups is None:  # what is held is acknowledged; parts are handed over
+                commits._backup = None
+                patch(commits, "backup_parts", lambda *_: parts)
+            else:
+                backup = commits._backup
+                assert backup is not None
+                self.backups.backups[group.member.id] = backup
+                self.backups.records[group.member.id].backup = backup
+            durable = trainer.steps.recovery._durable
+
+            def record(_: object, group: Group) -> None:
+                # Before its ranks connect, unless it must be restored from a disk first.
+                entered = run.context.world.generation.number == group.generation.number
+                assert entered == (not starts[-1])
+                self.recorded.add(group.generation.number)
+
+            patch(durable, "record", record)
             for part in (trainer.replica, trainer.resources):
                 stack.callback(part.close)
             trainer.steps.recovery.record_start(
@@ -333,9 +354,9 @@ class TrainerRollbacks:
         backups.records[member].promised = False
         return Successor(group=self._group(c, number), start=start)
 
-    def _announce(self, checkpoint: Checkpoint, path: Path) -> None:
-        if self.announced(path):
-            self._durable.add(checkpoint.step)
+    def _announce(self, body: Mapping[str, Any]) -> None:
+        if self.announced(self.folder_of(0) / FOLDER / body["file"]):
+            self._durable.add(body["step"])
 
     def _taker(self, c: Communicator, number: int) -> int:
         """Return the member that gets the part of one that leaves."""

@@ -40,7 +40,6 @@ def train(gan: Gan, moments: Sequence[Sequence[Moment]], run: Path | None) -> di
     world = paceline.join(run, timeout=20)
     generations = Successors(world, *([parked] if world.world_size > 2 else []))
     breaks = Breaks(world, generations, [each[world.rank] for each in moments])
-    world._next_generation = generations.decide
 
     def act(world: World, where: str) -> None:
         if world._loop.in_step:

@@ -106,7 +106,6 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
     world = paceline.join(run, timeout=20)
     generations = Successors(world, *([parked] if world.world_size > 2 else []))
     breaks = Breaks(world, generations, [each[world.rank] for each in moments])
-    world._next_generation = generations.decide
     model = network(norm=bool(case.arguments.get("sync_bn")), words=case.words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     paceline.parallelize(model, optimizer, world, **case.arguments)

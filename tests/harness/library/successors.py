@@ -22,12 +22,15 @@ import torch
 
 from paceline.api.world import World
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError
+from paceline.replica.live_hooks import patch
 from paceline.replica.state.copier import POSITION
-from paceline.run.recovery.recovery import Successor
+from paceline.run.backup.own_part import OwnPart
 from paceline.run.step_snapshots import StepSnapshots
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
+from tests.harness.membership.given_membership import GivenMembership
 
 
 class Successors:
@@ -46,7 +49,11 @@ class Successors:
         self, world: World, parked: Callable[[int], Collection[int]] = lambda number: ()
     ) -> None:
         self._world, self._parked = world, parked
-        object.__setattr__(world._session, "link", None)  # no vote, and no backups
+        membership = GivenMembership(world._run.store, next_generation=self.decide)
+        membership.activities = world._run.membership.activities
+        object.__setattr__(world._session, "membership", membership)  # no vote, and no backups
+        world._run.membership, world._backup = membership, None
+        self._parts: list[OwnPart] = []  # of members that leave
         self._first = self._present = world._run.context.world.generation
         self._member, self.generation = world.rank, 0
         self.starts: list[int] = []
@@ -78,7 +85,7 @@ class Successors:
         self.generation += 1
         self.starts.append(start.step)
         self._present = self._following(completed)
-        after, parts = self._members, []
+        after, self._parts[:] = self._members, []
         if set(after) - set(before) and member == 0:
             self._put(f"{prefix}/snapshot", packed(state_of_all(self._snapshots, start)))
         if member not in after:
@@ -89,9 +96,10 @@ class Successors:
             hold(self._snapshots, start, unpacked(self._get(f"{prefix}/snapshot")))
         if member == 0:
             left = sorted(set(before) - set(after))
-            parts = [unpacked(self._get(f"{prefix}/part/{each}")) for each in left]
+            self._parts[:] = [unpacked(self._get(f"{prefix}/part/{each}")) for each in left]
         group = Group.world(self._present, after.index(member))
-        return Successor(group=group, start=start, parts=parts)
+        patch(self._snapshots.commits, "backup_parts", lambda *_: self._parts)
+        return Successor(group=group, start=start)
 
     def _following(self, start: int) -> Generation:
         members = [self._first.members[number] for number in self._members]

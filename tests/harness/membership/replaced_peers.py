@@ -27,23 +27,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paceline.cluster.membership.membership import EXITED, Membership
 from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
 from paceline.cli.flags import parse
-from paceline.cluster.membership import membership
+from paceline.cluster.membership import voting_member
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
+from paceline.cluster.membership.control_line.frame_kinds import EXITED
+from paceline.cluster.membership.elastic import ElasticMembership
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import MemberWatch
+from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
+from paceline.cluster.membership.voting_member import VotingMember
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
-from paceline.run.recovery.recovery import Successor
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.memory_growth import Usage
@@ -82,8 +84,8 @@ class JoinedWatch(MemberWatch):
         return replace(super().view, joiners=joiners)
 
 
-class JoinedMembership(Membership):
-    """Membership that proposes joiners.
+class JoinedMember(VotingMember):
+    """Voting member that proposes joiners.
 
     Attributes:
         watch: has the joiners.
@@ -100,6 +102,30 @@ class JoinedMembership(Membership):
         return acknowledged
 
 
+class ReplacingMembership(ElasticMembership):
+    """Membership of a participant, which enters a given generation as a joiner.
+
+    Args:
+        participant: the participant, whose run has the next peers.
+        generation: the run's present generation.
+    """
+
+    def __init__(self, participant: Participant, generation: Generation) -> None:
+        run = participant.peers
+        super().__init__(participant.voter, generation, run.store)
+        self._peers, self._joined = run, list[Successor]()
+
+    def join(self, successor: Successor) -> None:
+        """Let the next generation be this one, as a joiner."""
+        self._generation = successor.group.generation
+        self._joined.append(successor)
+
+    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+        if self._joined:
+            return self._joined.pop()
+        return self._peers.replace_peer(super().next_generation(lost, held))
+
+
 class Participant:
     """A member with its trainer.
 
@@ -110,38 +136,36 @@ class Participant:
     """
 
     def __init__(self, run: ReplacedPeers, group: Group, generation: Generation) -> None:
-        self._run, self.member, self.steps = run, group.member, 0
-        self._joined: Successor | None = None
+        self._run = self.peers = run
+        self.member, self.steps = group.member, 0
         self.arrived, self.released = threading.Event(), threading.Event()
         acceptor = MachineAcceptor(AcceptorRecord.open(run.record.path), 0)
         with ExitStack() as stack:
-            self.membership = JoinedMembership(
+            self.voter = JoinedMember(
                 generation,
                 self.member,
                 secret=b"secret",
                 acceptor=acceptor,
                 options=EvidenceOptions(peer_timeout=LIMIT, timeout=LIMIT),
             )
-            self.link = wiring.MemberLink(self.membership, generation, None)
-            stack.callback(self.link.close)
+            stack.callback(self.voter.close)
+            self.membership = ReplacingMembership(self, generation)
             self._build(group, stack)
             self._stack = stack.pop_all()
 
     def _build(self, group: Group, stack: ExitStack) -> None:
-        config, link = self._run.config, self.link
+        config = self._run.config
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        self.run = wiring.open_run(group, self._run.store, _CPU, limits, link)
+        self.run = wiring.open_run(group, self._run.store, _CPU, limits, self.membership)
         stack.callback(lambda: self.run.context.abort())
         if self.member.id == self._run.survivor_id:
             recorder = wiring.build_recorder(config, self.run, self._run.folder, wiring.Start())
             self.run.recorder = recorder
             stack.callback(recorder.close)
         self.trainer: Trainer = wiring.build_trainer(
-            *(config, self.run, sources, _CPU, self._run.folder),
-            next_generation=self._next_generation,
-            backup=link.backup,
+            *(config, self.run, sources, _CPU, self._run.folder)
         )
         for part in (self.trainer.replica, self.trainer.resources):
             stack.callback(part.close)
@@ -153,15 +177,9 @@ class Participant:
         if self.steps == LAST:
             self._run.reach_last(self)
 
-    def _next_generation(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
-        if self._joined is not None:  # a joiner
-            successor, self._joined = self._joined, None
-            return successor
-        return self._run.replace_peer(self.link.next_generation(error, held))
-
     def train(self) -> None:
         """Train from the first generation, until the member ends."""
-        self.link.begin(self.run, self._run.folder)
+        self.membership.begin(self.run.context.world.generation)
         self.trainer.steps.recovery.record_start(
             None, model="single", device="cpu", samples=96, steps=8, epochs=1000, batch=12
         )
@@ -172,16 +190,15 @@ class Participant:
         steps, error = self.trainer.steps, CommError("joins the run.")
         assert successor.start is not None
         hold(steps._snapshots, successor.start, state)
-        self.link._generation = successor.group.generation
-        self._joined = successor
+        self.membership.join(successor)
         steps.recovery.leave_generation(error)
         steps.recovery.go_back(error)
-        self.link.begin(self.run, self._run.folder)
+        self.membership.begin(self.run.context.world.generation)
         self.trainer._run_epochs()
 
     def close(self) -> None:
         """End the connections, the control line's first, and release everything."""
-        self.membership.line.close()
+        self.voter.line.close()
         self._stack.close()
 
 
@@ -257,7 +274,7 @@ class ReplacedPeers:
         survivor, peer = self._survivor, self._waiting
         self._generation = generation = successor.group.generation
         assert [one.id for one in generation.members] == [survivor.member.id, peer.member.id]
-        survivor.membership.watch.joiners, survivor.steps = (), 0
+        survivor.voter.watch.joiners, survivor.steps = (), 0
         assert successor.start is not None
         state = state_of_all(survivor.trainer.steps._snapshots, successor.start)
         joined = Successor(group=Group.world(generation, 1), start=successor.start)
@@ -273,11 +290,11 @@ class ReplacedPeers:
         alone = Generation(number=0, token=f"{member.id} alone", members=(member,))
         self._waiting = Participant(self, Group.world(alone, 0), self._generation)
         self._connect(self._waiting)
-        self._survivor.membership.watch.joiners = (member,)
+        self._survivor.voter.watch.joiners = (member,)
 
     def _connect(self, peer: Participant) -> None:
         assert self._survivor is not None
-        lines = [self._survivor.membership.line, peer.membership.line]
+        lines = [self._survivor.voter.line, peer.voter.line]
         lines[0].expect(peer.member.id, _HERE, lines[1].port)
         lines[1].expect(self.survivor_id, _HERE, lines[0].port)
         assert not lines[0].wait_connected([peer.member.id], LIMIT)
@@ -294,7 +311,7 @@ class ReplacedPeers:
             except Ended:
                 peer.close()
                 exited = {"member": peer.member.id, "how": "was killed by SIGKILL"}
-                own = survivor.membership
+                own = survivor.voter
                 own.line.post(lambda: own.received("supervisor/0", EXITED, exited, b""))
 
         self._thread = threading.Thread(target=target)
@@ -313,7 +330,7 @@ def main(folder: str, losses: str, *words: str) -> None:
     """Print what this process has in each generation."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     torch.set_num_threads(1)
-    membership._FORGET_S = 0.0  # after which connections to lost members are closed
+    voting_member._FORGET_S = 0.0  # after which connections to lost members are closed
 
     def look(number: int) -> None:
         print(json.dumps({"generation": number, **asdict(Usage.now())}), flush=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -45,6 +46,16 @@ def world_of(
     return Group.world(replace(generation, number=number), rank)
 
 
+def open_context(
+    world: Group,
+    connect: Callable[[Group, str], Communicator],
+    connect_gpus: Callable[[Group, str], Communicator] | None = None,
+    **options: Any,
+) -> GenerationContext:
+    """Return a generation's context, whose ranks `connect` connects; with the context's options."""
+    return GenerationContext(world, **options).open(connect, connect_gpus)
+
+
 def run_of(
     communicator: Communicator | None = None,
     group: Group | None = None,
@@ -60,7 +71,7 @@ def run_of(
         device: where the ranks compute.
     """
     connected = communicator or ThreadGroup(1).communicator(0)
-    context = GenerationContext(
+    context = open_context(
         group or world_of((connected.world_size,), connected.rank),
         lambda group, purpose: connected,
         device=device,
