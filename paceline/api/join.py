@@ -38,17 +38,17 @@ from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.trackers.trackers import require_installed
 from paceline.recorder import MemberRecorder
-from paceline.state.run_folder import RunFolder
-from paceline.timeline.step_account import StepAccount
-from paceline.wiring import (
+from paceline.session import (
     Start,
     build_leader_recorder,
     build_trace,
     build_trackers,
-    cores_per_worker,
     find_start,
     report_recovery,
 )
+from paceline.state.run_folder import RunFolder
+from paceline.timeline.step_account import StepAccount
+from paceline.wiring import cores_per_worker
 
 # Seconds, as the flags' defaults.
 _FIRST_TIMEOUT = 1200.0

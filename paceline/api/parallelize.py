@@ -25,6 +25,7 @@ from paceline.errors import ConfigError, Message
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.session.resume.edits import parameter_names
 from paceline.update.batch_norm import (
     BatchShare,
     batch_norms,
@@ -33,7 +34,6 @@ from paceline.update.batch_norm import (
 )
 from paceline.update.outer.average import Average, parse_average
 from paceline.wiring.average import average_weights
-from paceline.wiring.edits import parameter_names
 from paceline.wiring.exchange import (
     check_shares,
     refuse_gpu,

@@ -24,8 +24,8 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.generation.run import Run
+from paceline.session import open_run
 from paceline.state.run_folder import RunFolder
-from paceline.wiring import open_run
 
 _STORE_S = 2.0  # timeout of a store call at an end
 

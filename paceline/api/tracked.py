@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
+from paceline.session import Start
 from paceline.state.stateful import Restorable
-from paceline.wiring import Start
 
 TRACKED = "tracked"
 """The entry of a checkpoint."""

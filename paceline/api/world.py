@@ -59,13 +59,13 @@ from paceline.run.position import Position
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
+from paceline.session import Start
+from paceline.session.resume.durable_start import DurableStart
+from paceline.session.resume.edits import GIVEN
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable
-from paceline.wiring import Start
-from paceline.wiring.edits import GIVEN
 from paceline.wiring.pairs import Pair, refuse_missing
-from paceline.wiring.search.durable_start import DurableStart
 
 
 class World:

@@ -42,7 +42,7 @@ from paceline.cluster.supervision.worker import (
 )
 from paceline.config.serve import ServeConfig
 from paceline.errors import CommError, Message
-from paceline.wiring.serve import serve_generations
+from paceline.server.serve import serve_generations
 
 DESCRIPTION = """\
 Merge the weights of a run's workers, as the server of --average_through server.

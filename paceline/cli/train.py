@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cli.train_launched import train_launched
@@ -40,6 +39,7 @@ from paceline.cluster.supervision.supervisor import finished_sentence, print_mes
 from paceline.cluster.supervision.worker import is_orphaned, run_worker
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
+from paceline.session import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
@@ -114,7 +114,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
             answer_finished(plan)
         return 0
     alone = [note] if note and plan.machines * plan.workers == 1 else []
-    for text in [*alone, *notes(config, gpus), *wiring.check(config, gpus)]:
+    for text in [*alone, *notes(config, gpus), *check(config, gpus)]:
         print_message(text)
     command = [sys.executable, "-m", "paceline.cli.main"]
     averaging = config.average

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from paceline import wiring
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
@@ -33,6 +32,7 @@ from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
+from paceline.session import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 _RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "etcd", "master")
@@ -162,7 +162,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     gpus = torch.cuda.device_count()
     if gpus == 1 and not config.world.gpu_numbers:  # the scheduler shows each process its own
         gpus = group.local_world_size
-    for note in [*notes(config, gpus, joined.launcher), *wiring.check(config, gpus)]:
+    for note in [*notes(config, gpus, joined.launcher), *check(config, gpus)]:
         if group.rank == 0:
             print_message(note)
     joined.store.set(f"checked/{group.machine}", "")

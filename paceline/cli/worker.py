@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import Store
 
 from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
-from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.elastic import join_membership
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
@@ -29,6 +28,16 @@ from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
+from paceline.session import (
+    Start,
+    build_recorder,
+    build_trace,
+    build_trainer,
+    find_start,
+    open_run,
+    report_recovery,
+)
+from paceline.session.agreement import agree_on_inputs, agree_on_model
 from paceline.state.weights import weights_files
 from paceline.trainer import Trainer
 
@@ -74,17 +83,17 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             membership = watch_peers(
                 group, store, stack, options=options, limit=limits[0], report=print_message
             )
-        run = stack.enter_context(wiring.open_run(group, store, device, limits, membership))
+        run = stack.enter_context(open_run(group, store, device, limits, membership))
         wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
-        start = wiring.find_start(config.output, folder, config.identity(), run)
-        run.trace = wiring.build_trace(config.output, run, folder)
+        start = find_start(config.output, folder, config.identity(), run)
+        run.trace = build_trace(config.output, run, folder)
         speed = SpeedRecorder()
-        losses = LossHistory(partial(wiring.report_recovery, run))
-        run.recorder = wiring.build_recorder(config, run, folder, start, speed, losses)
+        losses = LossHistory(partial(report_recovery, run))
+        run.recorder = build_recorder(config, run, folder, start, speed, losses)
         stack.callback(run.recorder.close)
         if run.leads:
             wiring.write_class_names(folder, sources)
-        trainer = wiring.build_trainer(
+        trainer = build_trainer(
             config,
             run,
             sources,
@@ -170,7 +179,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
         return ended
 
 
-def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
+def _announce(config: TrainConfig, trainer: Trainer, start: Start) -> None:
     trainer.steps.recovery.record_start(
         start.origin,
         model=config.model.name,

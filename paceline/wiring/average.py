@@ -23,9 +23,9 @@ from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.trained_parameters import table_parameters
+from paceline.server.average_server import MetServer, meet_server
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
-from paceline.wiring.average_server import MetServer, meet_server
 from paceline.wiring.exchange import topology_of
 
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.protocol import Membership
-from paceline.cluster.membership.static import StaticMembership
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
-from paceline.generation.builder import Builder
-from paceline.generation.connector import Connector
 from paceline.generation.context import GenerationContext
-from paceline.generation.run import Run
 from paceline.replica.state.checksums import name_ranks
 
 
@@ -28,37 +21,6 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
         return torch.device("cuda", 0)
     return torch.device("cuda", local_rank)
-
-
-def open_run(
-    group: Group,
-    store: Store,
-    device: torch.device,
-    limits: tuple[float, float],
-    membership: Membership | None = None,
-) -> Run:
-    """Connect all ranks of a start's first generation, and know how to in later ones; collective.
-
-    Args:
-        group: all ranks of the generation, as this one sees them.
-        store: the store of the start.
-        device: this worker's.
-        limits: timeouts in seconds: one for the start and the first step, and one for later steps.
-        membership: the run's; None: it ends with the first process that is lost.
-
-    Raises:
-        CommError: a rank didn't come in time.
-    """
-    membership = membership or StaticMembership(store)
-    builder = Builder()
-    connector = Connector(device=device, limits=limits)
-    return Run(
-        context=connector.connect(group, membership, builder, first=True),
-        connector=connector,
-        membership=membership,
-        builder=builder,
-        store=store,
-    )
 
 
 def refuse_shared_gpu(sharing: Sequence[int], sync: str) -> None:

@@ -15,7 +15,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
-from paceline.wiring.resume import Start
+from paceline.session.resume.start import Start
 from tests.harness.equivalence.exchange_state import (
     MODEL,
     Rank,

@@ -16,7 +16,9 @@ PACKAGE = ROOT / "paceline"
 LAYERS = (
     "cli",
     "api",
+    "session",
     "wiring",
+    "server",
     "trainer",
     "run",
     "replica",

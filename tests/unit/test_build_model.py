@@ -17,6 +17,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
+from paceline.session import open_run
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 from tests.harness.processes.worlds import run_of, world_of
@@ -35,7 +36,7 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    run = build.open_run(world_of(), HashStore(), CPU, (5.0, 5.0))
+    run = open_run(world_of(), HashStore(), CPU, (5.0, 5.0))
     model = build.make_model(config, CPU, run, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
@@ -65,7 +66,7 @@ def synchronised(num_labels: int) -> nn.Module:
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
-    with build.open_run(world_of(), HashStore(), CPU, (5.0, 5.0)) as run:
+    with open_run(world_of(), HashStore(), CPU, (5.0, 5.0)) as run:
         context = run.context
         steps = context.group("data", "steps")
         layers = context.group("data", "layers")

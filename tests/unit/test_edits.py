@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 import paceline
 from paceline import ConfigError
-from paceline.wiring.edits import GIVEN, GivenHyperparameters
+from paceline.session.resume.edits import GIVEN, GivenHyperparameters
 from tests.harness.library.small_training import BATCH, loss_of, network, samples
 
 STEPS, PER_EPOCH = 5, 5

@@ -94,7 +94,7 @@ ALLOWED = {
     "observe/ledger/reading.py _Start.world_size": _READ,
     "timeline/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
     "run/decode_trial.py DecodeTrial._begun_in": "the token by which it finds a new generation",
-    "wiring/resume.py Start.generation": "the number that a start's first generation is given",
+    "session/resume/start.py Start.generation": "the number of a start's first generation",
 }
 
 

@@ -24,9 +24,9 @@ from paceline.config.average import AverageConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError, ConfigError
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
+from paceline.server.average_server import digest_of, refuse_server
+from paceline.server.serve import layout_of, refusal
 from paceline.update.outer.average import Average, average_from_flags, parse_average
-from paceline.wiring.average_server import digest_of, refuse_server
-from paceline.wiring.serve import layout_of, refusal
 
 
 def invitation() -> Invitation:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.comm.shared_gpus import sharing_ranks
 from paceline.comm.single_rank import SingleRankCommunicator
@@ -18,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.generation import context as context_module
 from paceline.generation.run import Run
 from paceline.replica.trained_parameters import TrainedParameters
+from paceline.session import check
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus
 from paceline.wiring.exchange import ExchangeGroups
@@ -149,11 +149,11 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 
 def test_a_command_refuses_a_repeated_gpu_with_allreduce_before_it_starts_workers() -> None:
     with pytest.raises(ConfigError) as refused:
-        wiring.check(config_of("--gpus", "0,0", "--sync", "allreduce"), gpus=1)
+        check(config_of("--gpus", "0,0", "--sync", "allreduce"), gpus=1)
     assert str(refused.value) == REFUSED
     for sync in ("auto", "notified", "average"):
-        wiring.check(config_of("--gpus", "0,0", "--sync", sync), gpus=1)
-    wiring.check(config_of("--gpus", "0,1", "--sync", "allreduce"), gpus=2)
+        check(config_of("--gpus", "0,0", "--sync", sync), gpus=1)
+    check(config_of("--gpus", "0,1", "--sync", "allreduce"), gpus=2)
     assert config_of("--gpus", "0,0").world.workers == 2
 
 

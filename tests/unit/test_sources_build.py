@@ -16,6 +16,7 @@ from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
+from paceline.session import Decoding, check
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
 from tests.harness.data.permissions import read_only
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
@@ -73,9 +74,9 @@ def test_a_minidb_may_be_its_one_file(tmp_path: Path) -> None:
 def test_labels_beyond_num_labels_are_an_error_or_skipped_and_noted(database: Path) -> None:
     words = ("--train_data", database, "--num_labels", 8)
     with pytest.raises(ConfigError, match=r"--num_labels 8: .*train has labels up to 9; .* 10"):
-        build.check(config_of(*words), 0)
+        check(config_of(*words), 0)
     config = config_of(*words, "--bad_records", "skip")
-    (note,) = build.check(config, 0)
+    (note,) = check(config, 0)
     assert note.startswith("8 of 40 records have labels beyond --num_labels 8")
     kept, notes = loaded(config)
     assert kept == sorted(label for label in labels() if label < 8)
@@ -111,7 +112,7 @@ def test_a_database_in_a_folder_that_may_not_be_entered_is_refused(tmp_path: Pat
 def loaded(config: TrainConfig) -> tuple[list[int], list[str]]:
     """The labels of an epoch, sorted, and the notes that were made."""
     sources, notes = build.open_sources(config), Notes()
-    decoding = build.Decoding(config, run_of(recorder=notes), CPU)
+    decoding = Decoding(config, run_of(recorder=notes), CPU)
     with closing(sources), closing(decoding):
         loader = decoding.loader(sources.train, train=True)
         order = loader.order

@@ -23,6 +23,7 @@ from paceline import wiring
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.generation import summaries
+from paceline.session import build_trainer
 from tests.harness.processes.worlds import run_of
 from tests.unit.test_wiring import config_of
 
@@ -160,7 +161,7 @@ def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
     words = ("--no_snapshots", "--clip_norm", "1", "--dtype", dtype, "--decode_workers", "0")
     config = config_of(*words)
     sources, run = wiring.open_sources(config), run_of(device=device)
-    trainer = wiring.build_trainer(config, run, sources, device, folder)
+    trainer = build_trainer(config, run, sources, device, folder)
     for step in range(STEPS):
         batch = trainer.train.batch(0, step)
         with waits.watched():

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError
+from paceline.session import check
 from paceline.state.file_integrity import check_header, check_integrity
 
 STATE = {"model": {"weight": torch.arange(30.0), "bias": torch.ones(3)}, "epoch": 4}
@@ -145,4 +145,4 @@ def test_a_torn_file_is_named_before_anything_is_written(tmp_path: Path) -> None
     words = ["--train_data", "null", "--model", "resnet20", "--load_model_path", str(path)]
     config = parse(TrainConfig, words, prog="paceline train", description="")
     with pytest.raises(CheckpointError, match=r"w\.pt: torn or damaged"):
-        build.check(config, gpus=0)
+        check(config, gpus=0)

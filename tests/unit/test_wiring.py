@@ -18,6 +18,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
 from paceline.recorder import NullRecorder, Recorder
+from paceline.session import Start, build_recorder, build_trainer, check, open_run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -45,9 +46,9 @@ def config_of(*words: str) -> TrainConfig:
     return parse(TrainConfig, [*BASE, *words], prog="paceline train", description="")
 
 
-def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> Trainer:
+def trainer_of(folder: Path, *words: str, start: Start | None = None) -> Trainer:
     config = config_of(*words)
-    trainer = build.build_trainer(
+    trainer = build_trainer(
         config,
         run_of(),
         build.open_sources(config),
@@ -68,7 +69,7 @@ def rates(trainer: Trainer) -> list[float]:
 def test_a_gpu_that_is_to_decode_must_be_there(tmp_path: Path) -> None:
     refused = "--decode_device cuda: a GPU decodes only for the training on it, and this worker"
     with pytest.raises(ConfigError, match=refused):
-        build.check(config_of("--decode_device", "cuda", "--use_cpu"), gpus=2)
+        check(config_of("--decode_device", "cuda", "--use_cpu"), gpus=2)
     with pytest.raises(ConfigError, match=refused):
         trainer_of(tmp_path, "--decode_device", "cuda")
     assert trainer_of(tmp_path, "--decode_device", "auto").train.trial is None
@@ -133,7 +134,7 @@ def test_more_epochs_of_a_run_have_their_own_schedule(tmp_path: Path, origin: st
     names = ("model", "optimizer", "schedule", "precision")
     state = {name: getattr(short, name).state_dict() for name in names}
     state["position"] = {"epoch": 1, "step": 0, "number": 4, "sums": [], "best": None}
-    start = build.Start(state=state, origin=origin)
+    start = Start(state=state, origin=origin)
     longer = trainer_of(tmp_path, "--lr_policy", "cosine", start=start)
     whole = rates(trainer_of(tmp_path, "--lr_policy", "cosine"))
     assert rates(longer) == whole
@@ -208,7 +209,7 @@ def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) 
 )
 def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        build.check(config_of(*words), gpus)
+        check(config_of(*words), gpus)
 
 
 def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
@@ -221,10 +222,10 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
         ): "--connections 2 needs --sync notified, .*or leave out --connections",
     }.items():
         with pytest.raises(ConfigError, match=told):
-            build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
-        build.check(config_of(*words, "--use_cpu"), gpus=1)
+            check(config_of(*words, "--num_gpus", "1"), gpus=1)
+        check(config_of(*words, "--use_cpu"), gpus=1)
     for words in ((), ("--sync", "notified", "--wire", "bf16")):
-        build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
+        check(config_of(*words, "--num_gpus", "1"), gpus=1)
 
 
 def requires_later_looks(
@@ -261,7 +262,7 @@ def test_a_trainers_files_have_no_result_of_a_process_that_was_stopped_meanwhile
 ) -> None:
     run = run_of()
     run.membership = membership = GivenMembership()
-    recorder = build.build_recorder(config_of(), run, tmp_path, build.Start())
+    recorder = build_recorder(config_of(), run, tmp_path, Start())
     requires_later_looks(membership, recorder, tmp_path, **STEP)
     recorder.close()
 
@@ -288,7 +289,7 @@ def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path:
 
     run.membership = GivenMembership(may_write=may_write, lease_lasts=lambda: answers["lasts"])
     sources = build.open_sources(config)
-    OPEN.append(build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
+    OPEN.append(build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
     OPEN[-1].run()
     assert not answers["may write"]
     assert not list(tmp_path.rglob("step-*.pt"))
@@ -299,7 +300,7 @@ def test_timeouts_reach_the_connections() -> None:
 
     def on_rank(own: Communicator) -> list[float]:
         group, cpu = world_of((2,), own.rank), torch.device("cpu")
-        with build.open_run(group, store, cpu, (7.0, 3.0)) as run:
+        with open_run(group, store, cpu, (7.0, 3.0)) as run:
             communicator: Any = run.context.group("data", "steps")
             limits = [communicator.timeout.seconds]
             run.context.end_startup()
@@ -317,7 +318,7 @@ def test_rounds_longer_than_the_run_are_refused_and_those_longer_than_an_epoch_n
         trainer_of(tmp_path, *words, "99")
     config, recorder = config_of(*words, f"{2 * steps}"), Notes()
     sources, run = build.open_sources(config), run_of(recorder=recorder)
-    OPEN.append(build.build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
+    OPEN.append(build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
     assert any(f"more than the {steps} steps of an epoch" in text for text in recorder.texts)
 
 

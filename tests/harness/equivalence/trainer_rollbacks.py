@@ -42,6 +42,7 @@ from paceline.models.zoo import build_model
 from paceline.replica.live_hooks import patch
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.step_snapshots import StepSnapshots
+from paceline.session import Start, build_recorder, build_trainer, open_run
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_weights
@@ -232,13 +233,11 @@ class TrainerRollbacks:
                 membership = self.backups.enter(
                     group.member.id, self._store, next_generation=next_generation
                 )
-            run = stack.enter_context(
-                wiring.open_run(group, self._store, device, limits, membership)
-            )
-            start = wiring.Start()
-            run.recorder = wiring.build_recorder(config, run, folder, start)
+            run = stack.enter_context(open_run(group, self._store, device, limits, membership))
+            start = Start()
+            run.recorder = build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
-            trainer = wiring.build_trainer(config, run, sources, device, folder, start)
+            trainer = build_trainer(config, run, sources, device, folder, start)
             commits = trainer.steps._snapshots.commits
             if self.backups is None:  # what is held is acknowledged; parts are handed over
                 commits._backup = None

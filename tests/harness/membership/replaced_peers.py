@@ -46,6 +46,7 @@ from paceline.cluster.membership.voting.successor import Joiner, View
 from paceline.cluster.membership.voting_member import VotingMember
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
+from paceline.session import Start, build_recorder, build_trainer, open_run
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.memory_growth import Usage
@@ -158,15 +159,13 @@ class Participant:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        self.run = wiring.open_run(group, self._run.store, _CPU, limits, self.membership)
+        self.run = open_run(group, self._run.store, _CPU, limits, self.membership)
         stack.callback(lambda: self.run.context.abort())
         if self.member.id == self._run.survivor_id:
-            recorder = wiring.build_recorder(config, self.run, self._run.folder, wiring.Start())
+            recorder = build_recorder(config, self.run, self._run.folder, Start())
             self.run.recorder = recorder
             stack.callback(recorder.close)
-        self.trainer: Trainer = wiring.build_trainer(
-            *(config, self.run, sources, _CPU, self._run.folder)
-        )
+        self.trainer: Trainer = build_trainer(*(config, self.run, sources, _CPU, self._run.folder))
         for part in (self.trainer.replica, self.trainer.resources):
             stack.callback(part.close)
         hook = self.trainer.model.register_forward_pre_hook(lambda *_: self._begin_step())

@@ -22,16 +22,16 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
-from paceline.wiring.edits import GivenHyperparameters
-from paceline.wiring.resume import Start
-from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
-from paceline.wiring.search.machine_folders import (
+from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
+from paceline.session.resume.edits import GivenHyperparameters
+from paceline.session.resume.machine_folders import (
     candidate_of_step,
     first_of_machine,
     gather_records,
     look_into,
     record_group,
 )
+from paceline.session.resume.start import Start
 
 _REMEDY = (
     "Start the same command again: it resumes the run from its newest checkpoint, if there is one."

@@ -20,9 +20,9 @@ from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import open_trackers, require_installed
 from paceline.recorder import MemberRecorder, Recorder
 from paceline.run.learning_rate import base_rate
+from paceline.session.resume.start import Start
 from paceline.timeline.step_account import StepAccount
 from paceline.timeline.step_trace import Trace
-from paceline.wiring.resume import Start
 
 
 def build_trace(

@@ -29,11 +29,9 @@ from paceline.reduce.rank_state import BUCKET_MB, MISSED
 from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
-from paceline.state.checkpoint_choice import ancestors_of_start
-from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
-from paceline.wiring.edits import GIVEN, RESET, GivenHyperparameters, require_options
-from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
-from paceline.wiring.search.machine_folders import (
+from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
+from paceline.session.resume.edits import GIVEN, RESET, GivenHyperparameters, require_options
+from paceline.session.resume.machine_folders import (
     Candidate,
     FolderRecord,
     candidates,
@@ -44,6 +42,8 @@ from paceline.wiring.search.machine_folders import (
     record_group,
     totals_before,
 )
+from paceline.state.checkpoint_choice import ancestors_of_start
+from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 
 _EARLIER_MB = 16.0  # bucket size by default of lossy exchanges whose checkpoints don't record it
 

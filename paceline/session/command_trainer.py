@@ -38,6 +38,10 @@ from paceline.run.small_slices import SmallSlices
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
+from paceline.session.decoding import Decoding
+from paceline.session.resume.durable_start import DurableStart
+from paceline.session.resume.edits import GIVEN, GivenHyperparameters, edited_flags
+from paceline.session.resume.start import Start
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_epoch
@@ -45,12 +49,8 @@ from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
-from paceline.wiring.decoding import Decoding
-from paceline.wiring.edits import GIVEN, GivenHyperparameters, edited_flags
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
-from paceline.wiring.resume import Start
-from paceline.wiring.search.durable_start import DurableStart
 from paceline.wiring.sources import Databases, order_of
 
 _NO_HYPERPARAMETERS = ("batch_size", "max_loss", "max_loss_at")  # the batch size can't be edited

@@ -1,0 +1,44 @@
+"""How a process joins the others of a run: its membership, and the first generation."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.protocol import Membership
+from paceline.cluster.membership.static import StaticMembership
+from paceline.generation.builder import Builder
+from paceline.generation.connector import Connector
+from paceline.generation.run import Run
+
+
+def open_run(
+    group: Group,
+    store: Store,
+    device: torch.device,
+    limits: tuple[float, float],
+    membership: Membership | None = None,
+) -> Run:
+    """Connect all ranks of a start's first generation, and know how to in later ones; collective.
+
+    Args:
+        group: all ranks of the generation, as this one sees them.
+        store: the store of the start.
+        device: this worker's.
+        limits: timeouts in seconds: one for the start and the first step, and one for later steps.
+        membership: the run's; None: it ends with the first process that is lost.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    membership = membership or StaticMembership(store)
+    builder = Builder()
+    connector = Connector(device=device, limits=limits)
+    return Run(
+        context=connector.connect(group, membership, builder, first=True),
+        connector=connector,
+        membership=membership,
+        builder=builder,
+        store=store,
+    )
