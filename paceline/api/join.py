@@ -223,10 +223,11 @@ def _open_world(session: Session) -> World:
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    session = session.join_membership()
-    group = session.joined.group
+    run = session.connect()
+    group = run.context.world
+    joined = replace(session.joined, group=group)
+    session = replace(session, joined=joined, membership=run.membership)
     start = Start()
-    run = session.make_run()
     speed = SpeedRecorder()
     if session.default_group:
         open_default_group(session, run)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import torch
 
 from paceline.api.argument_names import print_message_for_scripts
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
-from paceline.cluster.membership.elastic import join_membership
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.protocol import Membership
-from paceline.cluster.membership.static import StaticMembership, watch_peers
+from paceline.cluster.membership.static import StaticMembership
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
@@ -24,7 +22,7 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.generation.run import Run
-from paceline.session import open_run
+from paceline.session.connect import connect_run
 from paceline.state.run_folder import RunFolder
 
 _STORE_S = 2.0  # timeout of a store call at an end
@@ -92,47 +90,29 @@ class Session:
             activities=self.membership.activities,
         )
 
-    def join_membership(self) -> Self:
-        """Return the session with its membership; collective.
+    def connect(self) -> Run:
+        """Connect with all ranks until the world ends; collective.
 
         Raises:
             CommError: a rank is late, or can't be reached.
         """
-        first, later = self.timeouts
-        options = EvidenceOptions(
-            peer_timeout=self.peer_timeout, timeout=later, idle_timeout=self.idle_timeout
-        )
-        group = self.joined.group
-        store = self.joined.store
-        report = print_message_for_scripts
-        # Other launchers end all processes where one is lost.
-        if self.joined.launcher != "paceline" or self.default_group:
-            membership: Membership = watch_peers(
-                group, store, self.resources, options=options, limit=first, report=report
-            )
-            return replace(self, membership=membership)
-        group, membership = join_membership(
-            group,
-            store,
+        joined = self.joined
+        return connect_run(
+            joined.group,
+            joined.store,
             self.resources,
-            self.signals,
-            options=options,
-            limit=first,
-            report=report,
+            device=self.device,
+            limits=self.timeouts,
+            # Other launchers end all processes where one is lost.
+            survives=joined.launcher == "paceline" and not self.default_group,
+            signals=self.signals,
+            options=EvidenceOptions(
+                peer_timeout=self.peer_timeout,
+                timeout=self.timeouts[1],
+                idle_timeout=self.idle_timeout,
+            ),
+            report=print_message_for_scripts,
         )
-        joined = replace(self.joined, group=group)
-        return replace(self, joined=joined, membership=membership)
-
-    def make_run(self) -> Run:
-        """Connect to all ranks until the world ends; collective.
-
-        Raises:
-            CommError: a rank is late.
-        """
-        group = self.joined.group
-        store = self.joined.store
-        run = open_run(group, store, self.device, self.timeouts, self.membership)
-        return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:
         """Record in the store that this rank ends well after so many steps."""

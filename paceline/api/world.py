@@ -38,7 +38,7 @@ from paceline.api.session import Session
 from paceline.api.tracked import TRACKED, Tracked
 from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, save_after
-from paceline.cluster.supervision.worker import declare_survivable, reporting_lost_supervisor
+from paceline.cluster.supervision.worker import reporting_lost_supervisor
 from paceline.comm.communicator import require_same_call, total
 from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
@@ -60,6 +60,7 @@ from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session import Start
+from paceline.session.connect import begin_votes
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN
 from paceline.state.checkpoint_files import Checkpoints
@@ -737,9 +738,7 @@ class World:
         )
         self._start = replace(self._start, state=None)
         if order is not None and steps.recovery.survives:
-            if risk := self._run.membership.begin(self._run.context.world.generation):
-                self._run.recorder.event("note", text=risk)
-            declare_survivable()
+            begin_votes(self._run)
             self._session.resources.enter_context(reporting_lost_supervisor(self._session.run))
 
 

@@ -12,17 +12,13 @@ from torch._C._distributed_c10d import Store
 
 from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
-from paceline.cluster.membership.elastic import join_membership
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.protocol import Membership
-from paceline.cluster.membership.static import watch_peers
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
-from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.train import TrainConfig
 from paceline.errors import ServerLost
 from paceline.observe.loss_history import LossHistory
@@ -34,10 +30,10 @@ from paceline.session import (
     build_trace,
     build_trainer,
     find_start,
-    open_run,
     report_recovery,
 )
 from paceline.session.agreement import agree_on_inputs, agree_on_model
+from paceline.session.connect import begin_votes, connect_run
 from paceline.state.weights import weights_files
 from paceline.trainer import Trainer
 
@@ -72,18 +68,18 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        limits = (config.world.first_iter_timeout, config.world.timeout)
-        membership: Membership
-        options = _options(config)
-        if survives and config.output.snapshots:
-            group, membership = join_membership(
-                group, store, stack, signals, options=options, limit=limits[0], report=print_message
-            )
-        else:
-            membership = watch_peers(
-                group, store, stack, options=options, limit=limits[0], report=print_message
-            )
-        run = stack.enter_context(open_run(group, store, device, limits, membership))
+        run = connect_run(
+            group,
+            store,
+            stack,
+            device=device,
+            limits=(config.world.first_iter_timeout, config.world.timeout),
+            survives=survives and config.output.snapshots,
+            signals=signals,
+            options=_options(config),
+            report=print_message,
+        )
+        membership = run.membership
         wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
         start = find_start(config.output, folder, config.identity(), run)
         run.trace = build_trace(config.output, run, folder)
@@ -118,10 +114,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
 
         presence = RunPresence.of_member(folder, group.member, report=report)
         stack.callback(presence.close)
-        if risk := membership.begin(run.context.world.generation):
-            run.recorder.event("note", text=risk)
-        if membership.survives:
-            declare_survivable()
+        begin_votes(run)
         try:
             ended = _run(trainer, signals, folder)
         except ServerLost:  # on all workers: that this one ends is no loss
