@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
 from torch._C._distributed_c10d import Store
 
@@ -16,6 +16,14 @@ from paceline.generation.connector import Connector
 from paceline.generation.context import GenerationContext
 from paceline.recorder import NullRecorder, Recorder
 from paceline.timeline.step_trace import Trace
+
+
+class Leadership(Protocol):
+    """Protocol of what says whether this process is the present generation's leader."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is."""
 
 
 @dataclass(kw_only=True)

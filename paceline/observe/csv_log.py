@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.cluster.membership.protocol import Membership
+from paceline.generation.run import Leadership
 from paceline.observe.line_file import LineFile
 from paceline.recorder import NullRecorder
 
@@ -72,7 +73,7 @@ class CsvLog(NullRecorder):
         epoch: the epoch in which the run resumes. The recorder continues the newest log of an
             earlier start, but first removes its rows of this epoch and of later ones.
         totals: the totals of the epochs before it, where the folder's log lacks them.
-        leads: returns whether this process is the leader, which alone writes.
+        leadership: says whether this process is the leader, which alone writes.
         clock: returns seconds since an arbitrary origin.
         membership: says, for each row, whether this process is in the world; None: it is.
 
@@ -95,7 +96,7 @@ class CsvLog(NullRecorder):
         now: datetime,
         epoch: int = 0,
         totals: Totals | None = None,
-        leads: Callable[[], bool] = lambda: True,
+        leadership: Leadership,
         clock: Callable[[], float] = time.monotonic,
         membership: Membership | None = None,
     ) -> None:
@@ -103,7 +104,7 @@ class CsvLog(NullRecorder):
         self._head = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         self._folder = folder
         self._name = f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._leads = leads
+        self._leadership = leadership
         self._clock = clock
         self._membership = membership
         self._epoch = epoch - 1  # of the last row
@@ -113,13 +114,13 @@ class CsvLog(NullRecorder):
         self.path: Path | None = None
         self.recorded = -1
         self._took_over = False  # in this generation, from a lost leader
-        if leads():
+        if leadership.leads:
             self._open()
         self._last_row = clock()
 
     def _hand_over(self) -> None:
         """Open the file if this process has become the leader; close it if it is no longer."""
-        if not self._leads():
+        if not self._leadership.leads:
             self.close()
         elif self._file is None:
             found = self._open()

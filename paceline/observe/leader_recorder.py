@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from paceline.generation.run import Leadership
 from paceline.recorder import NullRecorder, Recorder
 
 
@@ -21,15 +22,15 @@ class LeaderRecorder(NullRecorder):
     """Recorder on every member that passes events on while this process is the leader.
 
     Args:
-        leads: returns whether this process is the leader of the present generation, or what else
+        leadership: says whether this process is the leader of the present generation, or what else
             its recorders are for.
         open_recorders: opens the recorders.
     """
 
     def __init__(
-        self, leads: Callable[[], bool], open_recorders: Callable[[], Sequence[Recorder]]
+        self, leadership: Leadership, open_recorders: Callable[[], Sequence[Recorder]]
     ) -> None:
-        self._leads = leads
+        self._leadership = leadership
         self._open_recorders = open_recorders
         self._recorders: Sequence[Recorder] | None = None
         self._handing_over = threading.Lock()  # events come from any thread
@@ -47,7 +48,7 @@ class LeaderRecorder(NullRecorder):
             the open ones.
         """
         with self._handing_over:
-            if not self._leads():
+            if not self._leadership.leads:
                 self.close()
             elif self._recorders is None:
                 self._recorders = self._open_recorders()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.errors import Diverged
-from paceline.recorder import Recorder
+from paceline.generation.run import Run
 
 # In a row: 2^16, the scale that float16's loss scaling starts from, halved 40 times is below 1e-7.
 _SKIPPED = 40
@@ -16,30 +16,24 @@ class LossWatch:
     """Loss watch: checks each step's loss over all ranks, and raises if the run diverges.
 
     Args:
-        recorder: receives one `loss` event per step, on rank 0.
-        generation: returns the present generation's number.
+        run: the run, whose recorder receives one `loss` event per step, on rank 0.
         max_loss: the largest accepted loss; 0: any finite loss is accepted.
         remedy: a sentence that says what the user can do.
         every: number of steps between comparisons with `max_loss`.
-        leads: returns whether this rank is rank 0, which alone records the losses.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        run: Run,
         *,
-        generation: Callable[[], int],
         max_loss: float,
         remedy: str,
         every: int = 1,
-        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._recorder = recorder
-        self._generation = generation
+        self._run = run
         self._max_loss = max_loss
         self._remedy = remedy
         self._every = every
-        self._leads = leads
         self._skipped = 0
 
     def check(self, step: int, sums: Sequence[float]) -> None:
@@ -57,8 +51,9 @@ class LossWatch:
         samples = sums[3]
         skipped = sums[4]
         loss = total / samples if samples else 0.0
-        if self._leads():
-            self._recorder.event("loss", generation=self._generation(), step=step, loss=loss)
+        if self._run.leads:
+            generation = self._run.context.world.generation.number
+            self._run.recorder.event("loss", generation=generation, step=step, loss=loss)
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(

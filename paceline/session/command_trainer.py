@@ -315,9 +315,7 @@ def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWat
         f"{folder / FOLDER} are valid."
     )
     return LossWatch(
-        run.recorder,
-        generation=lambda: run.context.world.generation.number,
-        leads=lambda: run.leads,
+        run,
         max_loss=config.optim.max_loss,
         remedy=remedy,
         every=steps if config.optim.max_loss_at == "epoch" else 1,

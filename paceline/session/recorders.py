@@ -61,21 +61,30 @@ def build_leader_recorder(
     run: Run, open_recorders: Callable[[], Sequence[Recorder]]
 ) -> LeaderRecorder:
     """Make what opens recorders while this process is the leader, in each generation."""
-    return LeaderRecorder(lambda: run.leads, open_recorders)
+    return LeaderRecorder(run, open_recorders)
+
+
+class _ShownHere:
+    """Whether this process is the one that shows a run's progress on a machine without rank 0."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is, in the present generation."""
+        group = self._run.context.world
+        return group.local_rank == 0 and group.machine != group.generation.members[0].machine
 
 
 def build_machine_recorder(run: Run) -> LeaderRecorder:
     """Make what shows a run's progress on a machine without the leader, in each generation."""
 
-    def is_shown_here() -> bool:
-        group = run.context.world
-        return group.local_rank == 0 and group.machine != group.generation.members[0].machine
-
     def open_console() -> list[Recorder]:
         group = run.context.world
         return [MachineConsole(group.machine, group.generation.members[0].machine)]
 
-    return LeaderRecorder(is_shown_here, open_console)
+    return LeaderRecorder(_ShownHere(run), open_console)
 
 
 def report_recovery(run: Run, generation: int, seconds: float) -> None:
@@ -116,7 +125,7 @@ def build_recorder(
         now=datetime.now(),
         epoch=start.position.epoch,
         totals=start.totals,
-        leads=lambda: run.leads,
+        leadership=run,
         membership=run.membership,
     )
     began = time.monotonic()

@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import PeerLost
 from paceline.observe.csv_log import CsvLog, Totals, log_name
 from tests.harness.membership.given_membership import GivenMembership
+from tests.harness.processes.worlds import run_of
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
 EPOCH = {"seconds": 7.0, "accuracy": 0.25, "learning_rate": 0.1, "loss": 1.5}
@@ -30,6 +31,7 @@ def open_log(folder: Path, *readings: float, epoch: int = 0) -> CsvLog:
         parameters={"batch_size": 64, "run_id": "r"},
         now=NOW,
         epoch=epoch,
+        leadership=run_of(),
         clock=lambda: next(times),
     )
 
@@ -98,7 +100,7 @@ def test_a_torn_last_row_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_parameter_with_line_breaks_stays_in_the_first_line(tmp_path: Path) -> None:
-    log = CsvLog(tmp_path, name="x", parameters={"path": "a\nb"}, now=NOW)
+    log = CsvLog(tmp_path, name="x", parameters={"path": "a\nb"}, now=NOW, leadership=run_of())
     log.close()
     assert log.path.read_text().splitlines()[0] == "# Namespace(path='a\\nb')"
 
@@ -126,7 +128,7 @@ class Member:
             now=NOW,
             epoch=0 if totals is None else 1,
             totals=totals,
-            leads=lambda: self.leads,
+            leadership=self,
             clock=self._clock,
         )
 
@@ -160,7 +162,9 @@ def test_a_process_outside_the_world_writes_no_row(tmp_path: Path) -> None:
         raise PeerLost("outside")
 
     membership = GivenMembership(require_member=refuse)
-    log = CsvLog(tmp_path, name="x", parameters={}, now=NOW, membership=membership)
+    log = CsvLog(
+        tmp_path, name="x", parameters={}, now=NOW, leadership=run_of(), membership=membership
+    )
     before = log.path.read_bytes() if log.path else b""
     with pytest.raises(PeerLost):
         log.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)

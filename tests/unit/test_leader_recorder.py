@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.observe.leader_recorder import LeaderRecorder
@@ -24,18 +25,18 @@ class Shown(NullRecorder):
 
 def test_recorders_are_opened_and_closed_as_the_leader_changes() -> None:
     lines: list[str] = []
-    leads = [False]
-    recorder = LeaderRecorder(lambda: leads[0], lambda: [Shown(lines)])
+    leader = SimpleNamespace(leads=False)
+    recorder = LeaderRecorder(leader, lambda: [Shown(lines)])
     recorder.event("step")
     assert lines == []
-    leads[0] = True
+    leader.leads = True
     recorder.event("run")
     recorder.event("step")
     assert lines == ["open", "run", "step"]
-    leads[0] = False
+    leader.leads = False
     recorder.event("step")
     assert lines == ["open", "run", "step", "close"]
-    leads[0] = True
+    leader.leads = True
     recorder.event("run")
     recorder.close()
     recorder.close()

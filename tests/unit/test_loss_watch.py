@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import Diverged
 from paceline.observe.loss_watch import LossWatch
 from paceline.recorder import NullRecorder
+from tests.harness.processes.worlds import run_of
 
 
 class Events(NullRecorder):
@@ -24,7 +25,7 @@ class Events(NullRecorder):
 
 def watch(max_loss: float = 40.0) -> tuple[LossWatch, Events]:
     events = Events()
-    return LossWatch(events, generation=lambda: 3, max_loss=max_loss, remedy="Try less."), events
+    return LossWatch(run_of(recorder=events), max_loss=max_loss, remedy="Try less."), events
 
 
 def test_the_loss_of_each_step_is_recorded() -> None:
@@ -41,7 +42,7 @@ def test_a_loss_that_is_no_number_or_exploded_ends_the_run(loss: float) -> None:
 
 
 def test_a_large_loss_within_an_epoch_is_accepted_where_its_end_counts() -> None:
-    judge = LossWatch(Events(), generation=lambda: 3, max_loss=40.0, remedy="Try less.", every=4)
+    judge = LossWatch(run_of(), max_loss=40.0, remedy="Try less.", every=4)
     for step in (0, 1, 2, 4):
         judge.check(step, [41.0, 0, 0, 1.0, 0])
     with pytest.raises(Diverged, match="in step 7"):

@@ -12,13 +12,12 @@ from torch.distributed import HashStore
 
 import paceline
 from paceline import wiring as build
-from paceline.api import session
 from paceline.cli.flags import parse
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
 from paceline.recorder import NullRecorder, Recorder
-from paceline.session import Start, build_recorder, build_trainer, check, open_run
+from paceline.session import Start, build_recorder, build_trainer, check, connect, open_run
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -271,8 +270,8 @@ def test_a_scripts_files_have_no_result_of_a_process_that_was_stopped_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     membership = GivenMembership()
-    monkeypatch.setattr(session, "join_membership", lambda group, *_, **__: (group, membership))
-    monkeypatch.setattr(session, "watch_peers", lambda *_, **__: membership)
+    monkeypatch.setattr(connect, "join_membership", lambda group, *_, **__: (group, membership))
+    monkeypatch.setattr(connect, "watch_peers", lambda *_, **__: membership)
     with paceline.join(run=tmp_path / "run") as world:
         requires_later_looks(membership, world._run.recorder, tmp_path / "run", **STEP)
         membership._require_member = lambda: None
