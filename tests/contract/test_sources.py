@@ -188,5 +188,5 @@ def test_a_path_that_leads_nowhere_is_an_error(kind: Kind, path: Path) -> None:
 
 def test_other_data_than_the_sources_is_an_error(kind: Kind, path: Path) -> None:
     path.write_bytes(b"these bytes are something else")
-    with pytest.raises((ConfigError, DataError), match="check the path|copy it again"):
+    with pytest.raises((ConfigError, DataError), match=r"check the path|copy it again"):
         kind.open(path)
