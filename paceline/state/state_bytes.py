@@ -85,7 +85,6 @@ def unpack_state(data: bytearray | memoryview | bytes) -> Any:
     view = view if view.nbytes and not view.readonly else memoryview(bytearray(view))
     try:
         length = int.from_bytes(view[:_LENGTH], "little")
-        # A slice would be cut without a word, and then the JSON's error would name no cause.
         if length > view.nbytes - _LENGTH:
             raise ValueError("the header is longer than the data")
         header = json.loads(view[_LENGTH : _LENGTH + length].tobytes())
