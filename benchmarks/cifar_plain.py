@@ -1,4 +1,4 @@
-"""The peer of the CIFAR-10 run in docs/benchmarks.md: plain PyTorch, one process, no Paceline.
+"""The peer of docs/benchmarks/accuracy.md's CIFAR-10 run: plain PyTorch, one process, no Paceline.
 
 Reads class folders with Pillow, holds all images in memory, and trains the same ResNet-20 with the
 same schedule: what accuracy these files and this many epochs give.

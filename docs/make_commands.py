@@ -1,4 +1,4 @@
-"""Write docs/commands.md: every command and flag, from the configuration that the flags come from.
+"""Write docs/reference/commands.md: every command and flag, from the configuration.
 
     python docs/make_commands.py
 
@@ -23,7 +23,7 @@ from paceline.config.ledger import LedgerConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
-TARGET = Path(__file__).with_name("commands.md")
+FOLDER = Path(__file__).with_name("reference")
 WIDTH = 100
 WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "None"}
 
@@ -51,8 +51,8 @@ the first word that is not a flag.
 """
 
 
-def document() -> str:
-    """Make the whole text."""
+def documents() -> dict[str, str]:
+    """Make the text of the page."""
     index = "".join(f"- `paceline {name}`: {what}\n" for name, (_, what) in COMMANDS.items())
     parts = [HEAD, index, "## paceline train\n", "`resnet50_trainer` is the same command.\n"]
     for part, config in get_type_hints(TrainConfig).items():
@@ -71,7 +71,7 @@ def document() -> str:
         usage = f"paceline {name} {_positionals(config) or '[FLAGS]'}"
         parts += [f"## paceline {name}\n", f"`{usage}`\n"]
         parts += _flags(config)
-    return "\n".join(parts)
+    return {"commands": "\n".join(parts)}
 
 
 def _flags(config: type) -> Iterator[str]:
@@ -136,4 +136,5 @@ def _metavar(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(document())
+    for page, text in documents().items():
+        (FOLDER / f"{page}.md").write_text(text)

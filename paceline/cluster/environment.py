@@ -122,6 +122,7 @@ def note_at_exit() -> str:
         return ""
     with suppress(ConfigError):
         launched = launched_by(os.environ)
+        # Rank 0 alone says it: the other processes would repeat the line.
         if launched is not None and launched.world_size > 1 and launched.rank == 0:
             return (
                 f"this process ended without paceline.join(): {command_of(launched.launcher)} "

@@ -25,6 +25,8 @@ def loopback() -> str:
     """Return the address at which this machine's processes reach each other: 127.0.0.1, or ::1."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            # A socket of IPv4 can be made without the loopback
+            # having an address: only binding shows it.
             probe.bind(("127.0.0.1", 0))
     except OSError:
         return "::1"

@@ -26,6 +26,8 @@ def close_in_children(owner: Owner, close: Callable[[Owner], None]) -> None:
 
 
 def _close_all() -> None:
+    # No lock is taken: another thread of the parent may
+    # have held it at the fork, and it doesn't run here.
     for owner, close in list(_CLOSES.items()):
         close(owner)
 

@@ -71,6 +71,8 @@ def stop_listening(opened: dict[int, str], address: str) -> list[int]:
                     loops = [select.epoll.fromfd(os.dup(loop)) for loop in numbers]
                     for loop in loops:
                         stack.enter_context(loop)
+                    # The port would accept anybody for the life of the group. Gloo expects the
+                    # descriptor to be there, so another socket takes its number.
                     _replace(number, loops)
                     return numbers
     return []
@@ -136,6 +138,7 @@ def _watched(loop: int) -> dict[int, _Watched]:
         lines = Path(f"/proc/self/fdinfo/{loop}").read_text()
         for digits, data, inode in _WATCHED.findall(lines):
             with suppress(OSError):
+                # The number may be another file's since the listing was made.
                 if os.fstat(int(digits)).st_ino == int(inode, 16):
                     found[int(digits)] = _Watched(inode=int(inode, 16), data=int(data, 16))
     return found
@@ -155,6 +158,7 @@ def _replace(number: int, loops: Sequence[select.epoll]) -> None:
         silent.listen(0)
         silent.setblocking(False)
         for loop in loops:
+            # Before the number means another socket: epoll knows files, and not numbers.
             loop.unregister(number)
         os.dup2(silent.fileno(), number, inheritable=False)
         for loop in loops:

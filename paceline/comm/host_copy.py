@@ -36,6 +36,8 @@ class HostCopy:
             self._copy.copy_(tensor.detach(), non_blocking=True)
             self._event = torch.cuda.current_stream(tensor.device).record_event()
         else:
+            # The caller may change its tensor as soon as it
+            # has this copy, as it may on a GPU's stream.
             self._copy = tensor.detach().clone()
 
     def known(self) -> list[Any] | None:

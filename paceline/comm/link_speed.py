@@ -43,7 +43,9 @@ def seconds_per_byte(
             begin = clock()
             communicator.all_reduce(values).wait(what)
             times.append(clock() - begin)
+        # The shortest: other work on the machine makes times only longer.
         shortest.append(min(times))
+    # The difference of two sizes leaves out what a sum costs at any size.
     own = max(0.0, shortest[1] - shortest[0]) / _BYTES
     mean = total(communicator, torch.tensor(own, dtype=torch.float64), what)
     return mean.item() / communicator.world_size

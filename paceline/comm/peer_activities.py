@@ -125,6 +125,7 @@ class WaitLimit:
         """
         now = time.monotonic()
         if now >= min(self._looked_at + LOOK_S, self._ends_at):
+            # Only after a second: most waits end before that, and would report nothing but noise.
             if self._waiting is None:
                 self._waiting = self._activities.begin_waiting()
             longer = self._activities.look(self.operation, self._busy, now - self._looked_at)

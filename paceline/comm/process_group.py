@@ -40,6 +40,8 @@ _OPENING = threading.Lock()  # guards the process's table of descriptors while o
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
 _LOOK_S = 1.0  # in a wait: between two looks at the connections
+# A peer may close right after its part of a collective,
+# whose last bytes are still on their way here.
 _GRACE_S = 4.0  # in a wait: after a connection is closed
 _CLOSE_S = 0.1  # the wait for a group's threads
 _POLL_S = 0.001  # between two looks at them
@@ -150,6 +152,7 @@ class ProcessGroupCommunicator:
         # NCCL connects now, and not while something runs on the GPU. Of Gloo's ranks, one that
         # closes at once would fail those that are still connecting.
         self.all_reduce(torch.ones(1, device=device)).wait("the first sum of all ranks")
+        # Gloo doesn't end each wait whose peer has closed: a connection that is missing ends it.
         self._connected = len(self._connections())
         close_in_children(self, _close_inherited)
 
@@ -202,6 +205,8 @@ class ProcessGroupCommunicator:
         """
         if self._group is None:
             return
+        # In this order, because torch's abort may return while a wait goes on, and write into its
+        # buffer when the peer wakes.
         shut_down(self._loops)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
         group = self._group
@@ -226,6 +231,7 @@ class ProcessGroupCommunicator:
         # The transport's own limit comes after the wait's, however long peers extend that.
         limit = timedelta(seconds=self.timeout.seconds)
         options.timeout = limit + timedelta(seconds=self._longest)
+        # A finished collective would keep its tensors alive.
         while self._works and self._works[0].is_completed():
             self._works.popleft()
         try:
@@ -262,6 +268,7 @@ class _WorkTicket:
                 try:
                     self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
                 except RuntimeError as error:
+                    # A slice of the wait timed out just as the collective ended: that is no error.
                     if self._work.is_completed():
                         return self._end(operation)
                     if limit.look():

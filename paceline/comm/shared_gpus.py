@@ -32,5 +32,6 @@ def find_sharing_ranks(communicator: Communicator, device: torch.device) -> tupl
     """
     if device.type != "cuda" or communicator.world_size == 1:
         return ()
+    # A device's index depends on CUDA_VISIBLE_DEVICES, which each rank may have its own of.
     own = str(torch.cuda.get_device_properties(device).uuid)
     return sharing_ranks(gather_texts(communicator, own, "the comparison of the ranks' GPUs"))

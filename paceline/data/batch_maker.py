@@ -73,6 +73,7 @@ class SwitchedBatches:
         """Begin to make samples."""
         maker = self._makers[self._present.name]
         making = maker.begin(epoch, records)
+        # The device may change between a batch's begin and its use.
         self._maker_of[making] = maker
         return making
 

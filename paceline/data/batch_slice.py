@@ -67,6 +67,8 @@ class BatchSlice:
         if self.first < self.last:
             return slice(self.first, self.last)
         count = min(self.min_slice, self.global_count)
+        # Any samples of the batch do, because they count
+        # with weight 0; those of this batch have its shape.
         placeholder = min(self.first, self.cuts[-1] - count)  # in the batch, of whichever rank
         return slice(placeholder, placeholder + count)
 

@@ -60,6 +60,7 @@ def _of_attribute(value: object, depth: int) -> Iterator[bytes]:
 
 
 def _stride(size: int) -> int:
+    # Odd: at least 1, and no multiple of a row's length where that is a power of two.
     return size // _ENTRIES | 1
 
 

@@ -74,6 +74,7 @@ class SamplerDraws:
             try:
                 state = {"indices": torch.from_numpy(self._order_of(epoch))}
             except ConfigError as error:
+                # The others wait in the broadcast: they get the reason instead of a timeout.
                 state = {"error": str(error)}
         if communicator.world_size > 1:
             state = broadcast_state(communicator, state, _WHAT)
@@ -93,6 +94,7 @@ class SamplerDraws:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take an epoch's order as drawn, unless its samples aren't those of the data set."""
         indices = state["indices"].numpy()
+        # A data set that has become smaller since has another order; the epoch is drawn anew.
         if indices.max() < self._records:
             self._drawn = state["epoch"], indices
 
@@ -101,6 +103,7 @@ class SamplerDraws:
             return self._drawn[1]
         seed = splitmix.base(self._seed, _SAMPLER, epoch, self._own)
         if self._generator is not None:
+            # torch takes seeds of 63 bits.
             self._generator.manual_seed(seed % 2**63)
         set_epoch = getattr(self._sampler, "set_epoch", None)
         with kept_streams():
@@ -193,6 +196,7 @@ class WeightedSampler:
         points = torch.rand(len(self), dtype=torch.float64) * cumulative[-1]
         last = int(self._values.nonzero()[-1])
         drawn: list[int] = (
+            # Rounding may put a point at the very end, behind the last sample that has a weight.
             torch.searchsorted(cumulative, points, right=True).clamp_(max=last).tolist()
         )
         return iter(drawn)

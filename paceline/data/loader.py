@@ -167,6 +167,7 @@ class DatabaseLoader:
     def _begin(self, wanted: list[BatchSlice]) -> None:
         """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
         recut = {}
+        # A jump, or new shares: what is still wanted of the same step's samples is used.
         for place in self._begun.keys() - set(wanted):
             recut[place.number] = self._begun.pop(place)
         for epoch in self._indices.keys() - {place.epoch for place in wanted}:

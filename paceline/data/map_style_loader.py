@@ -129,6 +129,7 @@ class MappedLoader:
                 place = place_of(step)
                 asked.require(place)
                 made = None
+                # Batches that were asked for with the old shares come first, and are dropped.
                 while made != place:
                     with as_data_errors(workers):
                         batch = next(batches)

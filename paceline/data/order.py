@@ -29,6 +29,8 @@ from paceline.errors import ConfigError
 Indices = npt.NDArray[np.int64]
 
 # Purposes of random streams: the two know nothing of each other.
+# A checkpoint's position means an order: these numbers
+# never change, and no other stream takes them.
 _ORDER = 1
 _AUGMENT = 2
 

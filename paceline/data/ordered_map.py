@@ -64,6 +64,7 @@ class _ItemMaker:
         """Return a result."""
         length = int(out[:_LENGTH].view(np.int64)[0])
         if not length:
+            # A result that fits in no room is made once more, in this process.
             return self.function(self.items[index])
         return pickle.loads(out[_LENGTH : _LENGTH + length].data)
 

@@ -54,6 +54,8 @@ class ResultQueue(Queue):  # type: ignore[type-arg]
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         match item:
             case (_, ExceptionWrapper() as error) if not _can_be_raised(error.exc_type):
+                # torch makes the error anew in the training process
+                # by its class, which may need other arguments.
                 error.exc_type = RuntimeError  # its message has the type's name, text and traceback
         super().put(item, block, timeout)
 

@@ -27,6 +27,7 @@ def divide(count: int, shares: Sequence[int]) -> tuple[int, ...]:
     total = sum(shares)
     counts = [count * share // total for share in shares]
     remainders = [count * share % total for share in shares]
+    # Of equal remainders the lower rank goes first: all ranks must come to the same division.
     order = sorted(range(len(shares)), key=lambda rank: (-remainders[rank], rank))
     for rank in order[: count - sum(counts)]:
         counts[rank] += 1
@@ -51,6 +52,7 @@ def without_small(counts: Sequence[int], shares: Sequence[int], least: int) -> t
         small = [rank for rank, count in enumerate(counts) if 0 < count < least]
         if not small:
             break
+        # One rank at a time, because its samples may lift the others above the least.
         left[small[-1]] = 0
         counts = divide(sum(counts), left)
     return counts
@@ -68,6 +70,7 @@ def balanced(count: int, times: Sequence[float], least: int = 0) -> tuple[int, .
         (ranks,) numbers of samples, which sum to `count`.
     """
     fastest = min(times)
+    # Whole numbers from here on: sums of floats depend on their order, and the ranks must agree.
     speeds = [max(1, round(_SCALE * fastest / each)) for each in times]
     shares = divide(count, speeds)
     while raised := [r for r, share in enumerate(shares) if speeds[r] and share < least]:

@@ -46,6 +46,8 @@ class SkippedRecords:
                     text = "more bad records; they are counted and no longer named."
                 self._warn(f"rank {rank} skips {text}")
             self._last = error
+        # A disk that fails, or a wrong --num_labels, makes
+        # nearly all records bad, and few are no sign of it.
         if self._last and self._read >= _ENOUGH and 2 * self._bad > self._read:
             raise DataError(
                 f"{self._bad} of the {self._read} records that rank {rank} has read so far can't "

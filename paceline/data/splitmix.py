@@ -49,6 +49,7 @@ def streams(start: int, members: npt.NDArray[np.int64], count: int) -> Words:
 def mix(words: Words) -> Words:
     """Finalise words: a bijection of 64 bits in which every bit moves every other."""
     for shift, factor in _ROUNDS:
+        # A new array: the first round must leave the caller's words as they are.
         words = words ^ (words >> np.uint64(shift))
         words *= np.uint64(factor)
     return words

@@ -77,6 +77,7 @@ class Stream:
         try:
             while True:
                 seed = splitmix.base(self.seed, _IN_PROCESS, epoch, rank, number)
+                # The script's own random streams must not depend on what the data set draws.
                 with as_data_errors(self.num_workers), kept_streams():
                     seed_streams(seed)
                     if batches is None:
@@ -93,4 +94,5 @@ class Stream:
 
 
 def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
+    # Counted here, because a collate_fn may return anything, from which no number can be read.
     return len(samples), collate(samples)

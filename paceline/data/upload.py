@@ -78,6 +78,7 @@ class Upload:
             copied = self._side.record_event()
             images, labels = self._normalized(*parts)
         user = torch.cuda.current_stream(self._device)
+        # The stream waits, and not the host, which queues the step meanwhile.
         user.wait_stream(self._side)
         for tensor in (images, labels):  # side stream's memory: keep it until the user is through
             tensor.record_stream(user)

@@ -73,6 +73,8 @@ class ChangeAccount:
     def lose(self, step: int) -> None:
         """Note that the training thread has the error of a lost peer, in a step."""
         self._noticed = self._clock()
+        # A loss in a replay comes before the step that is
+        # still to be made good, which stays the lost one.
         self._lost = max(step, self._lost)
         self._replaying = False
 

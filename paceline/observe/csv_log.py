@@ -108,6 +108,7 @@ class CsvLog(NullRecorder):
         self._clock = clock
         self._membership = membership
         self._epoch = epoch - 1  # of the last row
+        # One an epoch, not the last alone, because a run can go back over an epoch's end.
         self._totals = {self._epoch: totals or Totals()}  # after each epoch since this start
         self._rows: dict[int, str] = {}  # made here, by their epochs
         self._file: LineFile | None = None

@@ -82,6 +82,8 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
         if kind == "checkpoint":
             checkpoint = max(checkpoint or 0, event["step"])
         if number == generation:
+            # A step's number is one less than the steps that
+            # it completes; a restore names them as they are.
             if kind in ("step", "restore"):
                 steps = max(steps, event["step"] + (kind == "step"))
             if kind == "end":
@@ -104,6 +106,8 @@ def _tail(path: Path) -> Iterator[dict[str, Any]]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read().split(b"\n")
+    # The first piece began before the tail; the last one
+    # is empty, or a line that is still being written.
     for line in lines[size > _TAIL_BYTES : -1]:
         with suppress(ValueError):  # damaged: `paceline ledger` names it
             event = json.loads(line)

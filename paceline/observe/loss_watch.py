@@ -62,6 +62,7 @@ class LossWatch:
             )
         if skipped:
             return
+        # After `skipped`: an overflow that loss scaling skips is one of its ordinary steps.
         if not math.isfinite(loss):
             raise Diverged(
                 f"The loss became {'NaN' if math.isnan(loss) else 'infinite'} in step {step}. "

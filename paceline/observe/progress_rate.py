@@ -46,6 +46,8 @@ class ProgressRate:
 
         The first step doesn't count: it starts up what is slow to start.
         """
+        # Time counts from the end of the first step, which
+        # compiles and warms up, and so has one step less.
         if self._first_step is None or self._steps < 2:
             return None
         return (now - self._first_step) / (self._steps - 1) * steps

@@ -35,6 +35,7 @@ def add_scores(sums: Tensor, loss: Tensor, logits: Tensor, labels: Tensor, count
     """
     if count == 0:
         return
+    # A data set may have fewer than five labels.
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (batch, ≤5)
     right = best == labels[:, None]
     sums[0].add_(loss.double() * count)

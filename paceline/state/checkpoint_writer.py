@@ -183,6 +183,7 @@ class CheckpointWriter:
             if checkpoint.name == self._written:
                 return
             if not finite(checkpoint.parameters):
+                # Once a run: each later checkpoint of it is as broken.
                 report = self._report
                 self._report = lambda text: None
                 report(
@@ -202,5 +203,6 @@ class CheckpointWriter:
             except PacelineError as error:
                 self._failure = error
                 return
+            # Only now, so that a rescue writes what this thread has failed to write.
             self._written = checkpoint.name
             self.published.put((step, path))

@@ -71,6 +71,8 @@ def check_header(path: Path) -> Kind:
             if start.startswith(_ZIP):
                 _check_archive(path, file)
                 return "torch"
+            # Before the length of a header is looked for:
+            # those 8 bytes may be anything in such a file.
             if start == _OLD:
                 return "old torch"
             if start[8:9] == b"{":
@@ -95,6 +97,8 @@ def contents_id(path: Path) -> str:
     if check_header(path) == "torch":
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
+                # Read from the directory at the end, without
+                # the tensors: a file may have many gigabytes.
                 digest.update(f"{member.filename} {member.file_size} {member.CRC}\n".encode())
     else:
         with path.open("rb") as file:

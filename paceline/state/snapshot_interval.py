@@ -51,6 +51,7 @@ class SnapshotInterval:
             copies: that of the copies; 0 where no snapshot was taken.
         """
         if self._skipped < _SKIPPED:
+            # Steps count from the same moment as copies do: both medians are of the same stretch.
             self._skipped += copies > 0
         else:
             self._plain.append(step - copies)

@@ -28,6 +28,7 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import Message
 from paceline.state.state_copy import copy_state
 
+# The newest that is committed, and the one that may replace it once all ranks hold it.
 _RETAINED = 2
 
 
@@ -65,9 +66,10 @@ class _Snapshot:
 
 
 class Snapshots:
-    """In-memory snapshots of this rank, oldest first; used by one thread, but for `lend`."""
+    """In-memory snapshots of this rank, oldest first; used by one thread, but for `borrow`."""
 
     def __init__(self) -> None:
+        # A rescue borrows from another thread: without it, memory could be reused while it is lent.
         self._lending = threading.Lock()
         self._snapshots: list[_Snapshot] = []
         self._spare: dict[str, dict[Any, Any]] = {}  # state of one that is no longer needed
@@ -98,6 +100,8 @@ class Snapshots:
     def nbytes(self) -> int:
         """Bytes of all tensors in memory, those that await their next use included."""
         states = [*(one.state for one in self._snapshots), self._spare]
+        # By identity: a copy that is under way takes tensors
+        # of the spare state, which still lists them.
         return sum({id(tensor): _nbytes(tensor) for tensor in _tensors(states)}.values())
 
     @property
@@ -125,6 +129,7 @@ class Snapshots:
         """
         state = self._get(name, _Stage.OPEN).state
         for part, copies in copy_state(parts, self._spare, pinned=True).items():
+            # Merged, because a part comes in several calls: a bucket's as soon as it is final.
             state.setdefault(part, {}).update(copies)
 
     def hold(self, name: SnapshotName) -> None:
@@ -166,6 +171,7 @@ class Snapshots:
             self._snapshots[-1].borrowed = True
             self._drop(self._snapshots[-1])
         start.stage = _Stage.COMMITTED
+        # Room for one more, or a full store would never take the snapshot whose commit empties it.
         self._limit = max(_RETAINED, len(self._snapshots) + 1)
 
     def state(self, name: SnapshotName) -> Mapping[str, Mapping[Any, Any]]:

@@ -21,7 +21,9 @@ from torch import Tensor
 from paceline.errors import CommError, ConfigError
 
 _LENGTH = 8  # bytes of the header's length
+# That of complex128: torch views memory as a dtype only at a multiple of its size.
 _ALIGNED = 16  # bytes: the largest value of a tensor
+# The bytes are a peer's, and each level is a call of `_decoded`.
 _MAX_DEPTH = 64  # of a tree
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -101,6 +103,8 @@ def _decoded(value: Any, tensors: memoryview, depth: int) -> Any:
         return [_decoded(entry, tensors, depth - 1) for entry in value]
     if not isinstance(value, dict):
         return value
+    # A dict of the tree is a list of pairs here, since
+    # JSON's keys are texts and a state's are numbers, too.
     ((kind, content),) = value.items()
     if kind == "tensor":
         return _tensor(tensors, *content)

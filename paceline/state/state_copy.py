@@ -32,6 +32,7 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
 
     def copied(state: Any, into: Any) -> Any:
         """Return the tree's copy, whose tensors are listed and have their values later."""
+        # Its number of entries varies, so the memory of the last copy rarely fits.
         if isinstance(state, Tensor) and state.layout is not torch.strided:  # sparse, say
             return state.detach().to("cpu", copy=True)
         if isinstance(state, Tensor):
@@ -50,6 +51,8 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
         if type(state) in _VALUES:
             return state
         if isinstance(state, dict | Mapping):
+            # An optimizer has such a dict for each group, and a sampler long lists of numbers:
+            # nothing in them is to be copied one by one.
             if _VALUES.issuperset(map(type, state.values())):
                 return dict(state)
             old = into if isinstance(into, dict) else {}
@@ -67,6 +70,8 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
     tree = copied(state, into)
     if sources:
         with torch.no_grad():
+            # All at once: a model has hundreds of tensors,
+            # whose copies by one call each are mostly overhead.
             torch._foreach_copy_(copies, sources, non_blocking=pinned)
     return tree
 

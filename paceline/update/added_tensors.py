@@ -35,6 +35,7 @@ class AddedTensors:
         """Return the names of all tensors; each with the parameter, or with the buffer's module."""
         found: set[tuple[str, nn.Parameter | nn.Module]] = set(self._model.named_parameters())
         for prefix, module in self._model.named_modules():
+            # Module by module, because the pair has the module that owns the buffer.
             for name, _ in module.named_buffers(prefix, recurse=False):
                 found.add((name, module))
         return found

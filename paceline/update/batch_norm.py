@@ -174,6 +174,7 @@ def batch_norms(model: nn.Module, *, every: bool, averaged: bool = False) -> lis
         if not (every or synchronises):
             continue
         plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        # A subclass that computes something else would lose it without a word.
         if kind.forward not in plain:
             leave = "" if synchronises else Message(", or leave out {--sync_bn}")
             raise ConfigError(
@@ -186,6 +187,7 @@ def batch_norms(model: nn.Module, *, every: bool, averaged: bool = False) -> lis
                     leave,
                 )
             )
+        # A group of some ranks is an intent that layers over all ranks can't keep.
         if getattr(module, "process_group", None) is not None:
             raise ConfigError(
                 f"the model's {name} is a SyncBatchNorm with a process group of its own, but "
@@ -245,8 +247,10 @@ def convert_sync_batchnorm(
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (name or "the model") in names
     }
+    # Listed before anything is replaced: the loop changes what `modules()` walks through.
     for parent in [m for m in model.modules() if m not in converted]:
         for name, child in parent.named_children():
+            # A layer that is registered in two places stays one layer in both.
             if child in converted:
                 setattr(parent, name, converted[child])
     return converted[model] if isinstance(model, _BatchNorm) else model
@@ -264,6 +268,8 @@ class SyncBatchNorm(_BatchNorm):
     @staticmethod
     def like(module: _BatchNorm, exchange: LayerCommunicator, name: str) -> SyncBatchNorm:
         """Make one of a BatchNorm's own parameters, buffers, options and hooks."""
+        # Not by the constructor, which would make parameters
+        # of its own: an optimizer already has the model's.
         made: SyncBatchNorm = SyncBatchNorm.__new__(SyncBatchNorm)
         made.__dict__.update(module.__dict__)
         made._exchange = exchange
@@ -318,6 +324,8 @@ class SyncBatchNorm(_BatchNorm):
         count = x.numel() // channels if self._exchange.share.weight > 0 else 0
         if count:
             nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
+            # With a factor of 0 it leaves the running statistics
+            # that it is given, and returns the batch's.
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
             own = torch.cat([own.new_full((1,), count), mean, var * count])
         rows = self._exchange.gather(own, f"the forward of {self._name}")
@@ -351,6 +359,8 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var, count)
         ctx.layer = layer
+        # F.batch_norm takes all four in one dtype, and
+        # the statistics here are never in half precision.
         scale, shift = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=layer.eps)
 

@@ -29,6 +29,7 @@ def require_plain_backward(layer: str) -> None:
 
 def final_gradients(gradients: Sequence[Tensor | None], layer: str) -> tuple[Tensor | None, ...]:
     """Return what a backward returns: gradients whose own differentiation raises ConfigError."""
+    # Autograd runs a backward with gradients enabled only where it builds a graph of it.
     if not torch.is_grad_enabled():  # no create_graph=True
         return tuple(gradients)
     return tuple(None if gradient is None else _Final.of(gradient, layer) for gradient in gradients)

@@ -67,6 +67,8 @@ class KeptGradients:
         added = {p: kept[p] for p in same if p.grad is not None and p.grad._version > kept[p][1]}
         self._refuse(added, "when this rank had another share of the samples")
         values = [p.grad for p in same if p not in added and p.grad is not None]
+        # In place: what is kept is known by its tensor's
+        # identity, and the next backward adds to it.
         for value in values:
             value.mul_(self.weight / weight)
         self.weight = weight
@@ -85,6 +87,8 @@ class KeptGradients:
     def hide(self) -> None:
         """Put back this rank's own gradients where the script has left the means as they are."""
         for p, (mean, digest, own) in self.shown.items():
+            # Autograd's count of writes isn't enough here:
+            # code that clips through `.data` doesn't raise it.
             if p.grad is not None and p.grad is mean() and _digest(p.grad) == digest:
                 p.grad = own
         self.shown = {}
@@ -108,6 +112,7 @@ class KeptGradients:
             weight: this rank's in the step; None if the gradients were reduced.
         """
         self.before = None
+        # As long as one is there, its weight is that of an earlier step, so none is noted over it.
         if not any(map(self._left, self.refused)):
             self.refused = {}
             self.weight = weight
@@ -140,4 +145,5 @@ def _values(gradient: Tensor) -> Tensor:
 def _digest(gradient: Tensor) -> str:
     """Return a text that changes with the values, also where they are written through `.data`."""
     values = _values(gradient)
+    # Two sums, because exchanged values leave the first as it was, and flipped signs the second.
     return f"{values.sum().item()} {values.abs().sum().item()}"

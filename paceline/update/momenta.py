@@ -40,6 +40,8 @@ DECAYS: Mapping[str, Callable[[Options], Any]] = {
 }
 """Decay of each entry: what an update of torch's multiplies it by, from its group's options."""
 
+# An entry is taken for a momentum by its shape, and
+# with two sizes alike a transposed one would pass.
 _SIZES = (2, 3, 5, 7, 11, 13)  # of a small parameter; no two alike
 
 
@@ -138,6 +140,8 @@ def find_momenta(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[list[M
     tried: dict[tuple[int, int], dict[str, Any]] = {}
 
     def first_state(group: int, parameter: Tensor) -> dict[str, Any]:
+        # Options are the group's, and the kind of an entry may depend on the number of dimensions
+        # (Adafactor's does), but on no size: one try serves for all parameters of a kind.
         key = group, parameter.dim()
         if key not in tried:
             tried[key] = _state_after_a_step(optimizer, optimizer.param_groups[group], parameter)
@@ -175,6 +179,7 @@ def _state_after_a_step(optimizer: Optimizer, group: Options, parameter: Tensor)
     Raises:
         ConfigError: no other optimizer of this class can be made, or it needs more than gradients.
     """
+    # A small one: a twin over the model's own parameter would allocate its whole state again.
     small = nn.Parameter(parameter.new_zeros(_SIZES[: parameter.dim()]))
     small.grad = torch.zeros_like(small)
     options = {name: value for name, value in group.items() if name != "param_names"}

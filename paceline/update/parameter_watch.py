@@ -109,6 +109,7 @@ class ParameterWatch:
         self._kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._own: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        # Reentrant: what completes an update uses parameters itself.
         self._lock = threading.RLock()  # held while something is completed
         self.gap = Gap.NOTHING
         self.left = False
@@ -125,6 +126,7 @@ class ParameterWatch:
     def begin(self, gap: Gap) -> None:
         """Complete what is pending when a parameter is used from now on."""
         with self._lock:
+            # With the first gap only: the classes of the second are the same ones.
             if self.gap is Gap.NOTHING:
                 for p, kind in self._watched:
                     p.__class__ = kind
@@ -132,6 +134,7 @@ class ParameterWatch:
 
     def end(self) -> None:
         """Watch nothing any more; return once another thread has completed what it uses."""
+        # Looked at without the lock first: outside of the gaps nothing is to be slower.
         if self.gap is not Gap.NOTHING:
             with self._lock:
                 self.gap = Gap.NOTHING
@@ -160,6 +163,8 @@ class ParameterWatch:
         of_gradient = function in _OF_GRADIENT
         with self._lock:  # another thread may be completing it
             if self.gap is Gap.GRADIENTS and of_gradient:
+                # Such gradients are refused where they are read;
+                # a script that zeroes or replaces them is right.
                 if not self.left or function == _GET_GRADIENT:
                     self._complete(self._reduce)
             elif self.gap is Gap.UPDATES and of_gradient:
@@ -171,6 +176,7 @@ class ParameterWatch:
             return self.gap is Gap.NOTHING
 
     def _complete(self, how: Callable[[], object]) -> None:
+        # First, or what completes it would be taken for a use by the script.
         self.end()
         # The use may be inside of a transform of `torch.func`, which mustn't transform the update.
         with (
@@ -205,6 +211,7 @@ class _Watched:
         parameter: Any = args[0] if args and isinstance(args[0], _Watched) else None
         if cls._watch.before_use(function, parameter):
             return function(*args, **(kwargs or {}))
+        # A constant's use: the class stays watched, and the call mustn't come back here.
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -213,7 +220,10 @@ def _watched(kind: type[nn.Parameter], watch: ParameterWatch) -> type[nn.Paramet
     """Make the class of watched parameters whose own class is `kind`."""
     metaclass: Any = type(kind)
     made: type[nn.Parameter] = metaclass(
-        kind.__name__, (_Watched, kind), {"_watch": watch, "__module__": __name__}
+        # Under the own class's name, which messages and prints show.
+        kind.__name__,
+        (_Watched, kind),
+        {"_watch": watch, "__module__": __name__},
     )
     return made
 
@@ -257,6 +267,7 @@ class ParameterGuard:
         for bucket in unit:
             guarded = self._guarded[bucket.index]
             noted = self._noted.pop(bucket.index, None)
+            # A bucket that wasn't noted is one whose update isn't deferred.
             if noted is not None and (now := _marks_of(guarded.values())) != noted:
                 raise _late_write(_first_difference(list(guarded), now, noted))
 

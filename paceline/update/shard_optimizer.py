@@ -99,6 +99,8 @@ class ShardOptimizer:
         self.update_count = 0
         self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
+            # A script's own `load_state_dict` brings the whole
+            # state, of which this rank retains its part.
             optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
             lambda: unwatch_state(optimizer, self._refuse_use),
         ]
@@ -118,6 +120,8 @@ class ShardOptimizer:
                     parameter=bucket.parameters[number],
                     start=start - first,
                     stop=stop - first,
+                    # A view: the reduced sums come here, and the
+                    # updated values leave from here, uncopied.
                     memory=memory[start - shard.start : stop - shard.start],
                     values=nn.Parameter(memory.new_empty(stop - start)),
                 )
@@ -199,10 +203,13 @@ class ShardOptimizer:
         fragments = self._fragments[index]
         if not fragments:
             return
+        # An unused parameter has a sum of zeros, which momentum or weight decay would turn into an
+        # update; with None torch leaves it as it is on one rank.
         if given is None:
             given = [fragment.memory if used[fragment.index] else None for fragment in fragments]
         with torch.no_grad():
             for fragment in fragments:
+                # Anew in each step: a script may have written the parameter since the last one.
                 fragment.values.copy_(_flat(fragment.parameter)[fragment.start : fragment.stop])
         self._sub_optimizers[index].step(given)
         with torch.no_grad():
@@ -238,6 +245,7 @@ class ShardOptimizer:
         present = {p for group in self._optimizer.param_groups for p in group["params"]}
         plain_state(self._optimizer).update({p: states[p] for p in states if p in present})
         self._gathering = True
+        # By torch's own method, so that the numbering and the hooks are those of plain torch.
         plain: dict[str, Any] = self._optimizer.state_dict()
         self._gathering = False
         self._clear()
@@ -323,6 +331,7 @@ def _refuse_shared_memory(buckets: Sequence[Bucket]) -> None:
             if p.numel():
                 extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
                 places.append((p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+    # Sorted by address: if any two overlap, so do two neighbours.
     places.sort()
     for (_, end, one), (start, _, other) in pairwise(places):
         if start < end:

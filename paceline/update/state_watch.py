@@ -77,6 +77,7 @@ def watch_state(optimizer: Optimizer, callback: Callable[[], None]) -> None:
     state: Any = optimizer.state
     if not isinstance(state, WatchedState):
         optimizer.state = state = WatchedState(state)  # type: ignore[assignment]
+    # A callback per owner, not one per step: `freeze` watches anew each time.
     if callback not in state.callbacks:
         state.callbacks.append(callback)
 

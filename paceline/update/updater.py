@@ -76,6 +76,8 @@ class StepHyperparameters:
         """Take an optimizer's present ones."""
         groups = tuple(
             {
+                # A learning rate may be a tensor, which schedulers
+                # write in place before the update is made.
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in group.items()
                 if name != "params"
@@ -117,6 +119,8 @@ class Updater:
             self._guard.note()
         hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers:
+            # One object for all buckets: they are read at
+            # one moment, however late a bucket is updated.
             sub_optimizer.freeze(hyperparameters)
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
@@ -277,6 +281,7 @@ class SubOptimizer:
         """Update from gradients, one a parameter; the parameters' own `.grad` are as before."""
         if self._step_fused(gradients):
             return
+        # The next backward may already have begun to add to these, so they are put back.
         own = [p.grad for p in self._parameters]
         for p, gradient in zip(self._parameters, gradients, strict=True):
             p.grad = gradient
@@ -311,6 +316,8 @@ class SubOptimizer:
             return False
         seen = self._momenta
         same = len(momenta) == len(seen) and all(map(is_, momenta, seen))
+        # What the full check reads of each tensor changes
+        # only with these, so that most steps skip it.
         if not same or places != self._places:
             if not _lie_as(parameters, gradients, momenta):
                 return False
@@ -365,6 +372,7 @@ def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     places = list(zip(stride, shape, strict=True))
     expected = 1
     for step, size in sorted(places):
+        # The stride of one value is never used, and torch gives it any number.
         if size == 1:
             continue
         if step != expected:
@@ -385,6 +393,7 @@ def _is_plain(device: str) -> bool:
 def _unhooked_step(optimizer: Optimizer) -> None:
     """Update without the hooks of every optimizer's step, which are for the user's optimizers."""
     step = type(optimizer).step
+    # A hook of the user's would else run once for each bucket.
     if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)

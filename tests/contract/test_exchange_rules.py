@@ -1,4 +1,4 @@
-"""The rules of a step (docs/architecture.md): broken on purpose, or watched by a communicator."""
+"""The rules of a step (docs/concepts/step.md): broken on purpose, or watched by a communicator."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the documents show is true: their commands run, their messages are said, their links lead.
 
 The documents are followed as they stand, a section a test, in a folder that is what `make demo`
-leaves (with fewer images) after the guide's first sections, which make the databases and train a
-model.
+leaves (with fewer images) after the first sections of docs/start.md, which make the databases and
+train a model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from tests.harness.processes.command import Command, run
 from tests.harness.processes.fork_server import environment_of
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDE, FAILURES = ROOT / "docs/guide.md", ROOT / "docs/failures.md"
-FIRST = ("Guide", "Make the databases", "Look into a database", "Train a model")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+START = ROOT / "docs/start.md"
+ERRORS = [ROOT / f"docs/reference/errors-{when}.md" for when in ("at-the-start", "while-training")]
+FIRST = ("Start", "Make the databases", "Look into a database", "Train a model")
+MADE = ("commands", "api")
+LONGEST = 400
 SHOWN_ONLY = {
     "continuous integration runs it",
     "installs from an index",
@@ -54,7 +57,7 @@ def sections() -> Iterator[object]:
     for document in DOCUMENTS:
         found = dict.fromkeys(block.section for block in blocks(document) if block.runs)
         for section in found:
-            if document != GUIDE or section not in FIRST:
+            if document != START or section not in FIRST:
                 yield pytest.param(document, section, id=f"{document.stem}: {section}")
 
 
@@ -75,10 +78,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(clone: Path, redis: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder after the guide's first sections, and after some accidents."""
+    """The folder after the first sections of docs/start.md, and after some accidents."""
     folder = copied(clone, tmp_path_factory.mktemp("trained"))
     reader = Reader(folder, redis)
-    for block in blocks(GUIDE):
+    for block in blocks(START):
         if block.section in FIRST:
             reader.follow(block)
     break_things(folder)
@@ -130,8 +133,9 @@ def answer(
 
 
 def quoted(event: str) -> str:
-    """What the failures' document says that is said when something happens."""
-    (text,) = [block.text for block in blocks(FAILURES) if block.marks.get("happens") == event]
+    """What the pages of errors say that is said when something happens."""
+    found = [block for page in ERRORS for block in blocks(page)]
+    (text,) = [block.text for block in found if block.marks.get("happens") == event]
     return text
 
 
@@ -196,7 +200,13 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not heading or heading in headings(target), link
 
 
-def test_the_command_reference_is_what_the_code_says() -> None:
-    made = runpy.run_path(str(ROOT / "docs/make_commands.py"))["document"]()
-    told = "run python docs/make_commands.py"
-    assert (ROOT / "docs/commands.md").read_text() == made, told
+@pytest.mark.parametrize("name", MADE)
+def test_made_pages_are_what_the_code_says(name: str) -> None:
+    made = runpy.run_path(str(ROOT / f"docs/make_{name}.py"))["documents"]()
+    for page, text in made.items():
+        path = ROOT / f"docs/reference/{page}.md"
+        assert path.read_text() == text, f"run python docs/make_{name}.py"
+
+
+def test_no_page_is_longer_than_a_reader_stays() -> None:
+    assert [page for page in DOCUMENTS if len(page.read_text().splitlines()) > LONGEST] == []

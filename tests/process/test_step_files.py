@@ -1,4 +1,4 @@
-"""Which files run in a step between two machines: by the script, and by docs/architecture.md."""
+"""Which files run in a step between two machines: by the script, and by docs/inside/files.md."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_the_packages_around_the_step_do_not_count(files: set[str]) -> None:
     assert not {file for file in files if file.split("/")[0] in AROUND}
 
 
-def test_the_architecture_lists_the_files_of_a_step(files: set[str]) -> None:
-    listed = files_listed((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+def test_the_page_lists_the_files_of_a_step(files: set[str]) -> None:
+    listed = files_listed((ROOT / "docs/inside/files.md").read_text(encoding="utf-8"))
     assert listed == files
 
 

@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: imports point downward only."""
+"""The rooms of docs/inside/house.md: imports point downward only."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ FIRST = {
     "a durable start whose step isn't decided": 65,
     "a witness that is silent on lower generations": 22_740,
 }
-"""The seeds a little before those that find a mutant; `docs/membership.md` counts from seed 0.
+"""The seeds a little before those that find a mutant; `docs/concepts/membership.md` counts from 0.
 
 They hold as long as a seed names one schedule, in all processes.
 """

@@ -64,6 +64,8 @@ def unread_launcher(variables: Mapping[str, str], *, in_srun_shell: bool) -> str
     for row in UNREAD:
         rank = _number(variables, row.rank_name)
         size = _number(variables, row.size_name)
+        # Slurm sets these in the shell of `srun --pty`,
+        # too, whose processes are meant to train alone.
         of_slurm = in_srun_shell and row.rank_name.startswith("PMI")
         if (rank > 0 or size > 1) and not of_slurm:
             names = [name for name in (row.rank_name, row.size_name) if name in variables]

@@ -87,6 +87,8 @@ def note_on(variables: Variables, launched: LaunchedProcess | None) -> str:
     innermost, *outer = _detected(variables)
     if launched.launcher == "torchrun" and innermost.signs[0] in variables:
         for row in outer:
+            # The outer launcher's variables may be incomplete
+            # here: torchrun passes some on, and not others.
             with suppress(ConfigError):  # other variables than those of this process count
                 agent = row.read(variables)
                 if row.name != "torchrun" and agent is not None:

@@ -44,6 +44,7 @@ def broadcast_address(
         )
     try:
         done = subprocess.run(
+            # Without -P, Python would look for mpi4py in the script's folder first.
             [sys.executable, "-P", str(_PROGRAM)],
             input=json.dumps([list(addresses), port]).encode(),
             capture_output=True,

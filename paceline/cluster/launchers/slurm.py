@@ -48,6 +48,8 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     task = variables.get("SLURM_PROCID")
     if variables.get(size) == "1" or in_srun_shell(variables):
         return None
+    # A batch script runs in a step of Slurm's own, as
+    # task 0, and has the variables of the whole job.
     if task in (None, "0") and not _of_own_step(variables):
         return None
     if task is None and size not in variables:

@@ -36,6 +36,7 @@ _T = TypeVar("_T")
 WORDS = 8
 """The number of words that can be read without the text."""
 
+# Generous, for the texts of large worlds: pages that nothing is written to take no memory.
 _SIZE = 1 << 20
 _LIMIT_S = 5.0
 _MAGIC = int.from_bytes(b"PLACCEP1", "little")
@@ -193,6 +194,8 @@ class AcceptorRecord:
         _HEADER.pack_into(self._memory, start, version, len(data), zlib.crc32(data))
         start += _HEADER.size
         self._memory[start : start + len(data)] = data
+        # Last: a kill before this word leaves the old
+        # text current, and a kill after it the new one.
         _WORD.pack_into(self._memory, _VERSION, version)
 
     def _slot(self, version: int) -> int:
@@ -218,6 +221,7 @@ class AcceptorRecord:
 
     def _lock_description(self, deadline: float) -> None:
         """Lock by asking again: the kernel's call that waits has no limit."""
+        # An update takes microseconds, so the first looks follow each other closely.
         pause = 0.0002
         while not self._set_lock(fcntl.F_WRLCK):
             if time.monotonic() > deadline:

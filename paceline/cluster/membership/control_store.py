@@ -28,6 +28,8 @@ from paceline.cluster.stores.polled_store import PolledStore, as_bytes
 STORE = "store"
 """The kind of the frames."""
 
+# Members enter a generation one after another, and the first ask before the leader has opened the
+# store. More than these are none of a world that can form.
 _MAX_EARLY = 4096
 
 
@@ -149,6 +151,7 @@ class ControlStore(PolledStore):
         number = next(self._numbers)
         with self._changed:
             self._check_open()
+            # The leader's own calls need no frame: they would wait on the thread that serves them.
             if self._own:
                 return self._carry_out(request, limit)
             self._answers[number] = None
@@ -167,6 +170,7 @@ class ControlStore(PolledStore):
         finally:
             with self._changed:
                 del self._answers[number]
+        # Otherwise the leader would answer a request whose caller is gone, and keep it until then.
         self._line.send(self._leader, STORE, {"store": self.space, "cancel": number})
         raise _timed_out(limit, request.keys)
 
@@ -274,6 +278,7 @@ class ControlStores:
         store.close()
         with self._lock:
             self._stores.pop(store.space, None)
+            # A late request of a generation that ended would wait among the early ones for ever.
             self._closed.add(store.space)
 
     def received(self, peer: str, body: Mapping[str, Any]) -> None:

@@ -131,6 +131,8 @@ class Generation(JsonRecord):
 
         All members derive the same token from the job token, without communication.
         """
+        # All members count their joins alike, so the token needs
+        # no exchange; it can't be derived from another join's.
         digest = hmac.digest(self.token.encode(), f"paceline join {join}".encode(), "sha256")
         return replace(self, token=digest.hex())
 
@@ -162,6 +164,7 @@ class Generation(JsonRecord):
     @cached_property
     def id(self) -> str:
         """Name of the generation, unlike those of all others; it doesn't reveal the token."""
+        # The id is on the disk and in the ledger, where a token must not be.
         text = f"paceline generation {self.token}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

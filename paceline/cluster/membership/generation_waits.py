@@ -77,8 +77,11 @@ class GenerationWaits:
     def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
         """Let `interrupt` end the waits of a generation, at once where it can't continue."""
         with self._changed:
+            # The generation before has no waits left: its
+            # context is aborted before another one is made.
             self._interrupts = {generation.id: interrupt}
             known = generation.id in self._interrupted
+        # Not under the lock: what is interrupted has locks of its own.
         if known:
             interrupt()
 
@@ -90,6 +93,7 @@ class GenerationWaits:
                 self._remove_store()
                 self._store = generation.id, store
                 self._stores.add(store)
+                # The generation may have ended before its store was opened: no leader would answer.
                 if generation.id in self._interrupted:
                     store.close()
             return self._store[1]

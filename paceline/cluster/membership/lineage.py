@@ -79,6 +79,8 @@ def of_values(values: Sequence[Sequence[Any]]) -> Lineage:
     """
     lineage = tuple(Ancestor(id=id_, start=start) for id_, start in values)
     for ancestor in lineage:
+        # The values come from a file: a damaged one must not be taken for another lineage. A bool,
+        # which isinstance would take for an int, is none.
         if type(ancestor.id) is not str or type(ancestor.start) is not int:
             raise TypeError(f"{ancestor} isn't a generation's id and start")
     return lineage

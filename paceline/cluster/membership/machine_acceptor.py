@@ -48,6 +48,7 @@ class MachineAcceptor:
 
     def acknowledge(self, generation: Generation, member: str, held: tuple[Held, ...]) -> bool:
         """Record what a member holds; return False where nothing may be acknowledged any more."""
+        # Without the lock: each snapshot asks, and nearly always there is no vote.
         if self.has_promised(generation):
             return False
         return self._update(lambda record: acknowledge(record, generation, member, held))
@@ -81,6 +82,7 @@ class MachineAcceptor:
         def changed(text: str) -> tuple[str, _T]:
             nonlocal version, after
             version = self._record.version
+            # Parsing takes most of an update's time, and other processes change the record rarely.
             before = self._seen[1] if self._seen[0] == version else MachineRecord.read(text)
             after, result = change(before)
             if after is before:

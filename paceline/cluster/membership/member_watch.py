@@ -104,6 +104,8 @@ class MemberWatch:
                 last_beat=now,
                 step=0,
                 progress_at=now,
+                # No event comes from a member that never connects,
+                # so it counts as one whose connections end now.
                 closed_at=None if member.id in {*connected, self._member} else now,
             )
             self._evidence[member.id] = replace(
@@ -169,6 +171,7 @@ class MemberWatch:
     def reported(self, member: str, apart: Iterable[str], reasons: Mapping[str, str]) -> None:
         """Note another member's `apart` and `reasons`."""
         self._reported[member] = frozenset(apart)
+        # What was reported first stays: later reasons follow from the loss that came first.
         self._told = {**reasons, **self._told}
 
     def are_silent(self, members: Set[str]) -> bool:

@@ -42,6 +42,8 @@ class ProcessIdentity:
         assert started is not None
         return cls(
             host=socket.gethostname(),
+            # Containers of one machine share the boot id, but
+            # a process number means nothing in the other.
             kernel=f"{boot} {os.readlink('/proc/self/ns/pid')}",
             network=f"{boot} {os.readlink('/proc/self/ns/net')}",
             pid=os.getpid(),

@@ -62,14 +62,25 @@ from paceline.cluster.membership.witness import Witness
 from paceline.comm.peer_activities import WaitLimit
 from paceline.errors import CommError, CommTimeout, Message, PeerLost, many
 
+# A loss is found late by half the interval on average: a tenth of
+# the peer timeout keeps that below 5% of it. More often than twice a
+# second finds nothing sooner, because a peer beats twice a second.
 _JUDGE_S = 0.5  # between two judgments of the evidence, unless the peer timeout is short
 _JUDGE_SHARE = 0.1  # of the peer timeout
+# A report renews the write lease of its sender for one peer timeout. Four of them fit into that
+# time, so that one which is late ends no lease.
 _PROGRESS_S = 1.0  # between two reports of progress, unless the peer timeout is short
 _PROGRESS_SHARE = 0.25  # of the peer timeout
+# A member that leaves its generation has met the end of a connection, and the suspicion follows
+# within that time. A ballot before it would propose the lost member again.
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
+# Two ballots at once refuse each other, so all but the first member give its ballot that time, and
+# random pauses keep the others apart.
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
 _ALIVE_S = 2.0  # of silence, up to which a supervisor counts as alive
+# Short beside the 20 ms and more in which a generation's connections are made.
 _ENTRY_POLL_S = 0.005  # between two looks whether all have come to a generation
+# The outcome of the vote travels to expelled members by the connections that are closed after it.
 _FORGET_S = 1.0  # after which the connections to a lost member are closed
 
 
@@ -497,6 +508,8 @@ class VotingMember:
         if self._vote is not None:
             self._vote.end()
             self._vote = None
+        # The outcome may be the first that this member
+        # learns of the vote; its waits still last then.
         self._waits.interrupt(ended)
         remaining = {member.id for member in value.members}
         lost = tuple(member for member in ended.members if member.id not in remaining)
@@ -507,6 +520,8 @@ class VotingMember:
             generation=value,
             lost=lost,
             left=any(member.id in self._watch.leavers for member in lost),
+            # A member that was stopped received no heartbeats
+            # either, which says nothing about the link.
             silent=self._watch.are_silent(remaining) and not self._watch.was_stopped,
             causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
@@ -518,6 +533,8 @@ class VotingMember:
         self._watch.enter(value, self.line.connected())
         if self._member.id in remaining:
             stopped = self._watch.unjudged_seconds > self._options.peer_timeout
+            # After a long stop this generation may be over as well: the lease then begins with the
+            # first confirmation of a report, and not at once.
             self._lease.enter(remaining, renew=not stopped)
         else:
             self._lease.end()
@@ -536,6 +553,8 @@ class VotingMember:
         generation = vote.generation
         age = time.monotonic() - vote.began_at
         reached = self._acceptors.reached(generation, self._options.peer_timeout)
+        # The witness counts as reached: its thread may still
+        # wait for an answer, and has the longer limit.
         lacking = not is_quorum(generation, reached | {WITNESS})
         if age > self._options.peer_timeout and (
             lacking or age > self._options.peer_timeout + self._options.timeout

@@ -77,6 +77,8 @@ class Witness:
             ConfigError: the store can't be written.
             CommError: the store can't be reached.
         """
+        # A store inside the run is lost with the machine that
+        # serves it: it can't break a tie about that machine.
         if not isinstance(store, PolledStore) or store.served_by_run:
             return ""
         nonce = f"{secrets.token_hex(_RANDOM_BYTES)}-{store.server_id()}"
@@ -122,6 +124,8 @@ class Witness:
                 raise self._late()
             if new == text or self._compare_set(old, _value(nonce, new)):
                 self._store.persist(self._key)
+                # Compared last: a server that was restarted
+                # before the write may have forgotten an answer.
                 if self._store.server_id() != nonce.partition("-")[2]:
                     raise self._missing("its server was restarted")
                 return result
@@ -133,6 +137,7 @@ class Witness:
 
     def _in_thread(self, call: Callable[[], _T], deadline: float) -> _T:
         """Call in a thread, which a folder whose server is gone may keep for ever."""
+        # One call at a time: a second one could be answered first, by an older record.
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
         try:

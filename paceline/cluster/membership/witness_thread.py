@@ -12,7 +12,9 @@ from paceline.cluster.membership.voting.messages import Answer, Request
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord, answer
 from paceline.cluster.membership.witness import Witness, WitnessUnreachable
 
+# Redis and etcd forget a run's keys an hour after the last write.
 _ALIVE_S = 120.0  # between renewals of the record's time to live
+# A store that doesn't answer makes requests pile up; a proposer has sent a higher ballot since.
 _WAITING = 4  # requests that wait for their answer; older ones are dropped
 
 

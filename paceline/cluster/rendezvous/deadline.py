@@ -54,6 +54,7 @@ class Deadline:
             raise DeadlinePassed(
                 Message("{} didn't come within {:g} s: {}.", awaited, self._limit, self._remedy)
             )
+        # A line for each new thing that is waited for, and not one for each look.
         if awaited != self._reported and time.monotonic() >= self._loud:
             self._report(f"waiting for {awaited}")
             self._reported = awaited

@@ -89,6 +89,8 @@ def follow(
                     f"{live.record.machines} on machine 0 ({live.record.leader.process.host}): "
                     "give the same number on all machines."
                 )
+                # The others wait for a machine that never
+                # registers: the report ends their wait, too.
                 if text is None:  # no world can form
                     post(live.store, FailureReport.of(mistake))
                 raise mistake
@@ -100,6 +102,7 @@ def follow(
                 return joined
         except DeadlinePassed:
             raise
+        # A start that ends before its world is complete is no error here: the next one may come.
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
             reason = f" ({first_line(error)})"
         deadline.check_and_pause(describe_numbers("machine", [0], plan.machines) + reason)
@@ -153,6 +156,8 @@ def _register_and_wait(
         while (holder := registered.store.compare_set(key, "", own)) != own.encode():
             watch = registered.watch(Registration.from_text(holder))
             _refuse_live_holder(watch, registered.plan, deadline)
+            # Only if it is still the dead one's: of two
+            # machines that come at once, one gets the number.
             registered.store.compare_set(key, holder.decode(), own)
         world = _await_world(registered, live, deadline)
         if world is None:
@@ -184,6 +189,7 @@ def _await_world(
         text = peek(registered.store, "world")
         if text is not None:
             world = RegisteredWorld.from_text(text)
+            # Another machine may have taken this number while this one seemed dead.
             return world if registered.registration in world.registrations else None
         if (
             peek(registered.run_store, "run") != live.text

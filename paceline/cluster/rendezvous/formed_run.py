@@ -134,6 +134,7 @@ class FormedRun:
             timeout: seconds that the store's server waits for the other machines.
             lost: machines without which the run continued; they are not waited for for long.
         """
+        # Before the wait: machines that wait for each other must see this one's entry.
         self.registered.deregister()
         if self.server is None:
             return
@@ -143,6 +144,7 @@ class FormedRun:
             states = [watch.verdict().state for watch in watches]
             left = self.registered.have_left()
             if all(
+                # A lost machine's supervisor may be alive behind a cut link, and can't deregister.
                 left[i] or state == "dead" or (i in lost and age > _LOST_S)
                 for i, state in enumerate(states)
             ):
@@ -167,6 +169,8 @@ class FormedRun:
                 else:
                     pause(_PAUSE_S)
         except STORE_ERRORS as error:
+            # A folder or a server of its own isn't the
+            # run's: its loss says nothing about machine 0.
             if not self.registered.rendezvous.served_by_run:
                 return
             reason = f"its store is lost: {first_line(error)}"
@@ -215,6 +219,7 @@ def _is_confirmed(store: Store, pause: Callable[[float], None], *, served_by_run
     deadline = time.monotonic() + _CONFIRM_S
     try:
         while peek(store, FINISHED) is None:
+            # The last machine that deregistered has removed the start: all had ended well.
             if peek(store, "world") is None:
                 return not served_by_run
             if time.monotonic() > deadline:

@@ -84,6 +84,7 @@ def _open_by_mpi(
     server = None
     port = 0
     if launched.rank == 0:
+        # With several networks it isn't known yet at which of them the other machines are.
         address = addresses[0] if len(addresses) == 1 else ""
         server = serve_tcp(address, 0, STORE_LIMIT)
         port = server.port

@@ -25,6 +25,8 @@ from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
 from paceline.errors import ConfigError
 
+# A run that was ended just now removes its entries
+# within seconds, and the same command may come at once.
 _ENDING_S = 15.0
 
 
@@ -51,6 +53,8 @@ def take_over(
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, desired) == desired.encode():
                 if old is not None:
+                    # Only the winner removes the old start: the loser
+                    # would remove what the winner's machines read.
                     erase(rendezvous.subspace(old.generation))
                 return record.generation
 
@@ -76,6 +80,8 @@ def complete_world(registered: RegisteredMachine, deadline: Deadline) -> Registe
 def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> list[int]:
     registrations = read_registrations(registered.store, "machine", registered.plan.machines)
     for machine, registration in registrations.items():
+        # A machine may have come back under the same
+        # number: its lease is watched from the beginning.
         if machine not in watches or watches[machine].registration != registration:
             watches[machine] = registered.watch(registration)
     return [

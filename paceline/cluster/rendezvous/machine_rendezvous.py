@@ -115,6 +115,7 @@ def open_run(
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
             ) from error
+        # From here on the registration is the formed run's, which deregisters at its end.
         undo.pop_all()
         listener.close()
     return FormedRun(registered=registered, world=world, generation=generation, server=server)
@@ -142,6 +143,7 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         if found is not None:
             last = rendezvous.subspace(RunRecord.from_text(found).generation)
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
+                # The last start still says that the run is finished.
                 return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
         start_id = take_over(plan, rendezvous, registration, deadline)
@@ -219,6 +221,7 @@ def serve(
     name, port = split_address(rendezvous.address)
     address = listening_address(name, interfaces(), interface_names)
     server = serve_tcp(address, port, STORE_LIMIT, port_source)
+    # No other machine reaches a loopback address, and a secret keeps out who does.
     if not is_loopback(address) and not rendezvous.secret:
         report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
     return server, replace(rendezvous, address=host_and_port(address or loopback(), server.port))

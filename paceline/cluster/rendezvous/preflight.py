@@ -66,6 +66,8 @@ def compare(
     within = "" if subject == _JOB_TOKEN else f"{group.generation.key_prefix}/"
     prefix = f"{within}preflight/{subject}"
     store.set(f"{prefix}/facts/{group.rank}", text)
+    # All ranks read the digests, which are short; the
+    # facts of two ranks are read where they differ.
     store.set(f"{prefix}/digest/{group.rank}", hashlib.sha256(text.encode()).hexdigest())
     keys = [f"{prefix}/digest/{rank}" for rank in range(group.size)]
 

@@ -116,6 +116,7 @@ def _open(
     space = rendezvous.subspace(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
     store.set(f"registration/{own.rank}", own.to_text())
+    # Last: a rank that reads the id finds the space that it names.
     job_store.set(START, start_id)
     if old is not None:
         erase(rendezvous.subspace(old.decode()))
@@ -138,6 +139,7 @@ def _give_up(store: Store, world_size: int, reason: str, deadline: Deadline) -> 
     registered = read_registrations(store, "registration", world_size)
     world = RegisteredWorld(token="", registrations=tuple(registered.values()), lost=reason)
     store.set("world", world.to_text())
+    # The store may be rank 0's own, and end with it.
     readers = [f"read/{rank}" for rank in registered if rank > 0]
     read_deadline = time.monotonic() + _READ_S
     while not store.check(readers) and time.monotonic() < read_deadline:
@@ -178,6 +180,7 @@ def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline
             return open_store(rendezvous, STORE_LIMIT)
         except CommError as error:
             deadline.check_and_pause(
+                # A refused connection is no error yet: ranks start seconds apart.
                 f"{describe_numbers('rank', [0], world_size)} ({str(error).rstrip('.')})"
             )
 

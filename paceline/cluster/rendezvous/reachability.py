@@ -174,6 +174,8 @@ def probe_peers(
             connection.settimeout(_ANSWER_S)
             connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
             answer = _MESSAGE.pack(_MAGIC, proof, peer, machine)
+            # A container's bridge has the same address on each machine:
+            # this one itself, or another run's, may answer there.
             if hmac.compare_digest(_receive(connection), answer):
                 worked.add((peer, address))
 
@@ -182,6 +184,7 @@ def probe_peers(
         for peer, (addresses, port) in peers.items()
         for a in addresses
     ]
+    # At once, because an address that leads nowhere takes the whole limit to fail.
     for thread in probes:
         thread.start()
     while any(thread.is_alive() for thread in probes):
@@ -231,6 +234,7 @@ def agreed_addresses(
             f"the connections of {describe_numbers('machine', missing, len(registrations))}"
         )
     reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
+    # After the reports are read: they may go with the process that waits for this entry.
     store.set(f"judged/{machine}", "1")
     reached = [{int(peer): addresses for peer, addresses in report.items()} for report in reports]
     try:

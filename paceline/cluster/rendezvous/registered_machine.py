@@ -98,6 +98,7 @@ class RegisteredMachine:
         self._heartbeat.close()
         self.store.set(self.key("left"), "1")
         own = self.registration.id
+        # Two machines may deregister last at once: one of them removes the start.
         if self.all_left() and self.store.compare_set("remover", "", own) == own.encode():
             self._remove_run()
 
@@ -124,10 +125,12 @@ class RegisteredMachine:
     def _beat(self, count: int) -> None:
         self._lease_store.set(lease_key(self.registration), str(count))
         if self.is_machine_0:
+            # Stores forget a key an hour after its last write, and `run` is written once.
             self._run_lease_store.set("beat", str(count))
         text = peek(self._lease_store, FAILURE)
         if text is not None and self._on_failure is not None:
             self._on_failure(FailureReport.from_text(text))
+            # The first report is the run's; each later beat would find it again.
             self._on_failure = None
 
 

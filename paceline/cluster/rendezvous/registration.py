@@ -150,6 +150,7 @@ class RegisteredWorld(JsonRecord):
             key = (entry.process.network, count) if entry.node is None else entry.node
             groups.setdefault(key, []).append(entry)
         if self.registrations[0].node is not None:
+            # The launcher's own numbers of machines, so that messages agree with its output.
             groups = dict(sorted(groups.items(), key=lambda item: item[1][0].node or 0))
         return tuple(_in_order(group) for group in groups.values())
 

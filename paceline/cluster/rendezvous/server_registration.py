@@ -149,6 +149,7 @@ class RegisteredServer:
             the next one; None where the run has ended, or invites no server in time.
         """
         ends = time.monotonic() + invitation.timeout
+        # The store goes with the run: then no generation follows.
         with suppress(CommError, *STORE_ERRORS):
             while time.monotonic() < ends:
                 found = self.invitation()
@@ -346,6 +347,8 @@ def invite(
         except CommTimeout as error:
             if (verdict := watch.verdict()).state == "dead":
                 raise CommError(f"{name} has ended: {verdict.reason}.") from error
+            # Short waits, with a look at the lease between
+            # them: a dead server is found before the limit.
             if left <= _LOOK_S:
                 what = f"{name} didn't answer within {limit:g} s: check its output."
                 raise CommError(what) from error

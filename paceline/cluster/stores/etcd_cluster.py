@@ -69,6 +69,8 @@ class EtcdCluster:
                 api_path="/v3/",
             )
             client.session.trust_env = False  # no proxy, and no password of a netrc file
+            # requests brings authorities of its own, which
+            # lack those that an administrator has added here.
             client.session.verify = address.cacert or _system_authorities()
             self._clients.append(client)
         self._first = 0  # index of the client that answered last

@@ -57,6 +57,8 @@ class EtcdStore(CompareAndSetStore):
     def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
         super().__init__(address, space, timeout)
         self._cluster = EtcdCluster(EtcdAddress.of(address))
+        # A positive number of 63 bits, as etcd wants it,
+        # that all processes of the space find by themselves.
         self._lease = int.from_bytes(hashlib.sha256(space.encode()).digest()[:8], "big") >> 1 or 1
         self._client = _text(f"{space}/client/{secrets.token_hex(8)}".encode())
         self._writing = threading.Lock()  # one write of this client at a time: it has one tag
@@ -124,6 +126,8 @@ class EtcdStore(CompareAndSetStore):
 
     def _write(self, key: str, version: int, operation: dict[str, Any]) -> bool:
         """Write a key if its revision is still `version`; return whether this call did."""
+        # A request that no endpoint answered is sent again, and may have been executed: this
+        # client's tag in the store then shows that the first one won.
         tag = secrets.token_bytes(8)
         mark = {"key": self._client, "value": _text(tag), "lease": self._lease}
         same = {"key": self._name(key), "target": "MOD", "result": "EQUAL", "mod_revision": version}

@@ -50,6 +50,7 @@ class FailureReport(JsonRecord):
             of_call = isinstance(error, CommError) and error.of_call
             return cls(text=text, status=error.status, consequence=consequence, of_call=of_call)
         text = "".join(traceback.format_exception(error)).rstrip()
+        # torch's errors of a store or a process group follow from another process's end.
         return cls(text=text, status=1, consequence=isinstance(error, DistError))
 
     @classmethod
@@ -112,4 +113,5 @@ def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
     Where all are consequences, it is the first of a call that all ranks must make: a peer that
     didn't make it timed out in what it does instead, and ended first. Else it is the first of all.
     """
+    # `min` returns the first of equals: of several causes the one that was reported first.
     return min(failures, key=lambda one: (one.consequence, not one.of_call), default=None)

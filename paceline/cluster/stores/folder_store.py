@@ -88,6 +88,8 @@ class FolderStore(CompareAndSetStore):
         """
         run = self.path.parent
         with suppress(FileNotFoundError):
+            # One rename removes all keys at once; deleting
+            # them one by one would show parts of a start.
             os.rename(self.path, run / _temporary_name())
         with suppress(FileNotFoundError):  # another process removes it at this moment
             for unfinished in run.glob("tmp=*"):
@@ -151,6 +153,7 @@ class FolderStore(CompareAndSetStore):
         folder = self.path / _temporary_name()
         unique = uuid.uuid4().hex
         try:
+            # Complete before it has its name: a reader finds the whole key or none.
             folder.mkdir(_PRIVATE)
             (folder / unique).write_bytes(value)
             (folder / _head_name(1, unique)).touch()
@@ -198,6 +201,7 @@ class FolderStore(CompareAndSetStore):
 def _fresh_names(folder: Path) -> list[str]:
     """List a folder as the server has it now; a folder that isn't there is empty."""
     with _unless_gone():
+        # This makes an NFS client ask the server, and forget what it remembered of the listing.
         os.utime(folder)
         return os.listdir(folder)
     return []

@@ -152,6 +152,8 @@ class PolledStore(Store):
             if left <= 0:
                 raise DistStoreError(f"wait timeout after {limit:g} s, keys: {', '.join(keys)}")
             time.sleep(min(pause, left))
+            # Keys of a rendezvous come within milliseconds or,
+            # from a machine that starts later, after minutes.
             pause = min(1.5 * pause, 0.05)
         return found
 
@@ -191,6 +193,7 @@ class CompareAndSetStore(PolledStore):
                     f"{key} couldn't be changed within {self.limit:g} s: other processes kept "
                     "changing it."
                 )
+            # Processes that came between each other must not do so again at the same moment.
             time.sleep(jitter(0, 0.002))
 
     def add(self, key: str, value: int) -> int:

@@ -66,6 +66,7 @@ class RedisStore(PolledStore):
                 address,
                 socket_connect_timeout=_CONNECT_S,
                 socket_timeout=_ANSWER_S,
+                # redis-py repeats a command whose answer is lost, by which `add` would count twice.
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError:

@@ -94,6 +94,7 @@ class SealedStore(CompareAndSetStore):
         return self._crypt(nonce, encrypted)
 
     def _proof(self, key: str, nonce: bytes, encrypted: bytes) -> bytes:
+        # The proof covers the key's name, so that a value can't be moved to another key or run.
         name = f"{self.space}/{key}".encode()
         message = len(name).to_bytes(8, "big") + name + nonce + encrypted
         return hmac.digest(self._proof_key, message, "sha256")

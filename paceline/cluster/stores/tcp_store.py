@@ -101,6 +101,7 @@ class TcpStore(PolledStore):
         return self._number(_DELETE_KEY + self._key(key)) > 0
 
     def _value(self, key: str) -> bytes | None:
+        # No key has that value, so the comparison fails and changes nothing: this is a read.
         absent = secrets.token_bytes(16)
         value = self.compare_set(key, absent, absent)
         return None if value == absent else value
@@ -114,6 +115,8 @@ class TcpStore(PolledStore):
 
     def _confirmed(self, request: bytes) -> None:
         word = secrets.token_bytes(4)
+        # The server answers a SET with nothing: only the
+        # answer to what follows shows that it was received.
         self._ask(request + _PING + word, len(word))
 
     def _ask(self, request: bytes, size: int | None) -> bytes:
@@ -133,6 +136,8 @@ class TcpStore(PolledStore):
                 size = _NUMBER.unpack(_receive(self._connection, _NUMBER.size, deadline))[0]
             return _receive(self._connection, size, deadline)
         except OSError as error:
+            # The answer may still come on this connection,
+            # and would be taken for that of the next request.
             self.close()
             late = f"no answer within {_ANSWER_S:g} s"
             reason = late if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -169,6 +174,7 @@ class TcpStore(PolledStore):
             reason = error.strerror or _SILENT
             where = host_and_port(host, port)
             raise CommError(f"{where} can't be reached: {reason}.") from error
+        # C++ may drop the last reference to a store, and then no `close` is called.
         weakref.finalize(self, connection.close)
         return connection
 

@@ -43,6 +43,7 @@ def await_keys(
     missing = list(keys)
     with WaitLimit(timeout, activities, "a call that all ranks make") as limit:
         while missing := [key for key in missing if not store.check([key])]:
+            # A process that has failed won't write its key: waiting for it would hide the reason.
             text = peek(store, FAILURE)
             if text is not None:
                 raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
@@ -63,6 +64,7 @@ def call_with_timeout(timeout: float, call: Callable[[], _T]) -> _T | None:
         with suppress(*STORE_ERRORS):
             results.append(call())
 
+    # A call into a folder whose server is gone can't be interrupted: the thread is left behind.
     thread = threading.Thread(target=run, name="store", daemon=True)
     thread.start()
     thread.join(timeout)

@@ -75,6 +75,8 @@ class EventQueue:
 
     def put(self, event: Event) -> None:
         """Add an event."""
+        # Before the wake: the reader looks into the queue once it is awake. Appending to a deque
+        # takes no lock, which a signal's handler could find held.
         self._events.append(event)
         with suppress(OSError):  # full: the reader is awake already; closed: it is gone
             self._wake_sender.send(b"!")
@@ -150,6 +152,8 @@ class EventQueue:
         before = [(number, signal.signal(number, handle)) for number in numbers]
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             before.append((number, signal.signal(number, lambda *_: None)))
+        # The system writes to this end at once, also while
+        # Python is in a call that no handler interrupts.
         wakeup = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         try:
             yield

@@ -39,6 +39,8 @@ class InteractiveSignals:
         """Postpone an interrupt to the end of the block, which makes a step."""
         main = threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if self.enabled else None
+        # Python sets handlers in the main thread alone;
+        # SIG_IGN and SIG_DFL can't be called at the end.
         if not callable(before) or threading.current_thread() is not main:
             yield
             return
@@ -49,6 +51,7 @@ class InteractiveSignals:
                 before(number, frame)
                 return
             assert main.ident is not None
+            # A step may hang in a wait: the interrupt takes effect inside it then.
             timer = threading.Timer(_STEP_S, signal.pthread_kill, (main.ident, signal.SIGINT))
             timer.daemon = True
             again.append(timer)

@@ -63,6 +63,7 @@ class MachineEndpoint:
 
     def name_of(self, member: str) -> str:
         """Name a member for messages, by its rank in the newest generation that it was in."""
+        # The machine's record may know of a generation before a message about it arrives here.
         self._enter(self._acceptor.successor_of(self._generation))
         return self._names[member]
 

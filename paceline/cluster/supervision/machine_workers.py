@@ -41,6 +41,7 @@ from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+# Ctrl-C ends a run within five seconds: the last one is for what SIGKILL takes.
 _TERM_S = 4.0
 _REPORT_S = 2.0  # of those, at most, before the run's reason is reported
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
@@ -118,6 +119,7 @@ class MachineWorkers:
                     failure = first or failure
                 self._signal(signal.SIGTERM)
                 ended = self._ended_within(_REPORT_S, hurry=True)
+                # A user looks at the last line for the reason.
                 self._report_failure(failure)  # the last line: workers reported what they saved
                 if not ended:
                     self._end()
@@ -161,6 +163,7 @@ class MachineWorkers:
         if self._open_endpoint is not None:
             self._endpoint = self._open_endpoint(self._run, self._events.put)
             self._resources.callback(self._endpoint.close)
+        # The endpoint is open before the first worker looks for its address.
         for local_rank, argv in enumerate(commands):
             error_file, mark = (
                 self._resources.enter_context(closing(SupervisorFile(f"{name} {local_rank}")))
@@ -186,6 +189,8 @@ class MachineWorkers:
                 break
             if self._endpoint is not None:
                 self._end_expelled(self._endpoint)
+                # A frozen worker causes no event: whether the
+                # world has ended without it must be looked at.
                 left = _LOOK_S if left is None else min(left, _LOOK_S)
             failure = self._next(left)
             if failure is None:
@@ -273,6 +278,7 @@ class MachineWorkers:
         if local_rank in self._expelled and own is None:
             text = f"{name} was killed: it had not ended after the others had continued without it."
             failure = FailureReport(text=text, status=1)
+        # A signal to the process group of a worker is the user's wish, and no loss.
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
         others = (one for rank, one in self._workers.items() if rank < self._plan.workers)
         begun = worker.survives or any(one.survives for one in others)
@@ -314,6 +320,8 @@ class MachineWorkers:
         while not self._ended_within(_KILL_S, hurry=False):
             hung = [self._name(rank) for rank, worker in self._workers.items() if worker.hangs()]
             if hung:
+                # A dead NFS server keeps a process for as long
+                # as it likes: nothing is gained by waiting.
                 self._report(f"{', '.join(hung)} can't be killed: a system call hangs.")
                 return
             if time.monotonic() > deadline:

@@ -41,6 +41,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
+    # The command gets another standard input, and must not hold this pipe open.
     supervisor = os.dup(0)
     continue_at_end_of_parent()
     ended = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
         return 2
     threading.Thread(target=watch_parent, args=(supervisor,), daemon=True).start()
     status = process.wait()
+    # A shell that reads this process's status sees what the command's would have said.
     if status < 0:  # end by the signal that ended the command, without a second core dump
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status != signal.SIGKILL:
@@ -82,6 +84,7 @@ def watch_parent(
     with open(pipe, "rb") as lines:
         mark = _opened(lines.readline().rstrip(b"\n"))
         wanted = lines.readline() == END
+        # Until the end of the pipe: only then is the supervisor gone.
         lines.read()
     if mark is not None and not wanted and os.pread(mark, 1, 0):
         os.killpg(0, signal.SIGCONT)  # the command, of which this may be the wrapper

@@ -172,6 +172,7 @@ class LaunchedEnd(ProcessEnd):
         deadline = time.monotonic() + limit
         while not store.check(others) and time.monotonic() < deadline:
             if peek(store, FAILURE) is not None:
+                # After a failure the others need no longer than to read the cause.
                 deadline = min(deadline, time.monotonic() + _CAUSE_S)
             time.sleep(_PAUSE_S)
         if not self._rendezvous.served_by_run:  # a folder or Redis keeps what is of this start

@@ -20,6 +20,8 @@ from time import monotonic
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import report_stop
 
+# A step at a boundary of its own ends better, and most steps are shorter. The rest, up to five
+# seconds with the supervisor's part, is for writing a checkpoint.
 _RESCUE_S = 1.5
 _END_S = 3.5
 
@@ -69,6 +71,7 @@ class StopSignals:
                 after a signal; returns a sentence that is printed if the process ends then, or "".
         """
         reader, writer = os.pipe()
+        # The system writes into the pipe in a signal's handler, which must not wait.
         os.set_blocking(writer, False)
         before = {
             number: signal.signal(number, lambda *_: None)
@@ -118,5 +121,6 @@ class StopSignals:
                     if not self._ended.wait(max(0.0, deadline - monotonic())):
                         if saved:
                             print_message(saved)
+                        # Not sys.exit: the main thread is somewhere in C++, and would not see it.
                         os._exit(self.status)
                 return

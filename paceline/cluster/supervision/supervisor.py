@@ -76,6 +76,7 @@ def save_after(
     if isinstance(error, Diverged):
         resumes = "the same command would diverge again from there"
     if isinstance(outside, OutsideWorld):
+        # The others continue, perhaps in the same folder: this state is of the past.
         if outside.expelled:
             return ""
         leaderless = first_here

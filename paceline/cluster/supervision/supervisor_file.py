@@ -34,6 +34,7 @@ class SupervisorFile:
 def is_open(path: str | Path) -> bool:
     """Return whether the supervisor of a file still lives."""
     try:
+        # The process number may be another program's by now, whose descriptor this would be.
         return os.readlink(path).startswith(_LINK)
     except OSError:
         return False
@@ -77,6 +78,8 @@ class SupervisorFileLock:
                 self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if self._file >= 0:
             try:
+                # Such a lock belongs to a process, not to its
+                # children: a fork of the worker doesn't keep it.
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 self.taken = True

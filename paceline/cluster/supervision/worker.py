@@ -152,6 +152,7 @@ def end_with_supervisor(lost: Callable[[], None] = lambda: None) -> None:
         lost: called in another thread where the supervisor was killed and this worker continues.
     """
     continue_at_end_of_parent()
+    # The pipe moves away from standard input, so that no child inherits it and no script reads it.
     supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -173,6 +174,7 @@ def report_lost_supervisor(environment: WorkerEnvironment, run: Path | None) -> 
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # The kernel gives an abstract name to one process, and takes it back at its end.
         claim.bind(f"\0paceline-orphans-{environment.start_id}-{environment.machine}")
     except OSError:  # another process of the machine has the name
         claim.close()

@@ -101,8 +101,10 @@ class WorkerProcess:
         # Not reaped yet, so that its number still names its process group.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         outlived = self._await_survivor()
+        # Before the process is reaped: its number may then be another group's.
         self._events.remove_group(self._process.pid)
         with self._lock:
+            # What the worker has started, such as decode processes, ends with it.
             self._send(signal.SIGKILL)
             self._running = False
             returncode: int | None = self._process.wait()

@@ -64,12 +64,14 @@ def add_up(
     firsts: list[int] = []
     counted: list[float] = []
     for part, weight in zip(parts, weights, strict=True):
+        # Not even read where the weight is 0, for 0 times a NaN or an infinity would be a NaN.
         if weight:
             assert cover(part, out.numel(), out.dtype)
             firsts.append(len(rows))
             counted.append(weight)
             for start, stop, piece in part:
                 rows += (piece.data_ptr(), start, stop)
+    # More contributions are summed in several passes over `out`, which then belongs in the cache.
     past = past_caches and 0 < len(firsts) < 3
     (_add_up_past_caches if past else _add_up)(
         np.array(rows, np.int64),
@@ -459,6 +461,7 @@ def _quantise(values_at, codes_at, n):
     values = floats(values_at, 0, n)
     codes = numba.carray(pointer(codes_at), n, np.int8)
     largest = largest_magnitude(values_at, n)
+    # The negation is true for a NaN, too, as no comparison with one is.
     if not largest < np.float32(LARGE):
         codes[:] = 0
         values[:] = 0
@@ -467,6 +470,7 @@ def _quantise(values_at, codes_at, n):
     inverse = np.float32(0)
     if largest >= np.float32(TINY):
         scale = largest / np.float32(127)
+        # From the magnitude, not the scale: 1 / scale would round twice.
         inverse = np.float32(127) / largest
     for i in range(n):
         code = np.int32(np.rint(values[i] * inverse))

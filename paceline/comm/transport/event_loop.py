@@ -148,6 +148,7 @@ def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-
             put[TOLD] |= 1 << number
     elif put[LEFT] == 0:
         puts[rest, OFFSET] = put[OFFSET]
+        # A piece can be cut once the one before it is cut: only then is its offset known.
         puts[rest, STATUS] = QUEUED
         state[TOP] = max(state[TOP], rest + 1)
 
@@ -234,11 +235,15 @@ def notify(i, head, state, links, landed, values, waits, one, marks):  # type: i
         return
     landed[i, note] = value
     for other in range(links[i, FIRST], links[i, BEHIND]):
+        # Frames of one put take different connections: it
+        # has landed where the slowest has delivered it.
         value = min(value, landed[other, note])
     if value == values[peer, note]:
         return
     mark(ARRIVED, peer, note, value, state, marks)
     lock(state[LOCK])
+    # Under the lock, with the wake: a thread that is
+    # about to sleep looks at the value under it, too.
     values[peer, note] = value
     events = note < state[SUBSCRIBED]
     state[EVENTS] += events
@@ -293,6 +298,7 @@ def receive(i, state, links, heads, word, landed, values, waits, one, marks):  #
         if link[IN_LEFT] == 0:
             link[IN_HAVE] = 0
             notify(i, head, state, links, landed, values, waits, one, marks)
+        # The kernel had no more: another call would only say so.
         if got < size:
             sleep_until(link, word)
             return 0
@@ -315,6 +321,7 @@ def take(state, puts, inbox):  # type: ignore[no-untyped-def]
 def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
     """End a connection and, unless the peer closed it, the peer's others; wake all threads."""
     lock(state[LOCK])
+    # After a clean end the peer's other connections may still have what it sent.
     first, behind = (i, i + 1) if error == ENDED else (links[i, FIRST], links[i, BEHIND])
     for other in range(first, behind):
         if links[other, ALIVE]:
@@ -339,6 +346,8 @@ def run(  # type: ignore[no-untyped-def]
         shared = False
         for i in range(count):
             polled[i, 0] = links[i, FD] if links[i, ALIVE] else -1
+            # A socket with room is always ready: asked for
+            # it with nothing to send, poll would not sleep.
             polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
         polled[count, 0] = state[CONTROL]
         polled[count, 1] = _IN

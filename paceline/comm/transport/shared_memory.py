@@ -40,6 +40,7 @@ def share_memory(
     """
     own = os.memfd_create(f"paceline window of rank {bootstrap.rank}")
     try:
+        # An empty file can't be mapped.
         os.ftruncate(own, max(size, 1))
         memory = _mapped(own, size)
         for peer, end in enumerate(ends):
@@ -48,6 +49,7 @@ def share_memory(
                     socket.send_fds(end, [b"\0"], [own])
         return memory, [_reach(bootstrap, peer, end, size) for peer, end in enumerate(ends)]
     finally:
+        # The mappings keep the memory.
         os.close(own)
 
 

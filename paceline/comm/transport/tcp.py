@@ -19,8 +19,11 @@ from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
 # Bytes; the kernel grants twice as many.
+# On a link of 2.5 Gbit/s TCP filled its queue with 3 MB, behind which an urgent put waited 10 ms.
 _IN_FLIGHT_ALONE = 2**18
 _IN_FLIGHT_OF_SEVERAL = 2**17
+# A path whose product of speed and delay is larger needs
+# a longer queue to be filled: TCP knows better there.
 _FAST = 1.25e9  # bytes/s: 10 Gbit/s
 # https://man7.org/linux/man-pages/man7/tcp.7.html and linux/tcp.h; not in Python's socket.
 _NOTSENT_LOWAT = 25
@@ -62,6 +65,7 @@ def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
     """Set the options of the TCP connections to all peers."""
     ends = list(chain.from_iterable(streams))
     for end in ends:
+        # A notification is a few bytes, for which Nagle's algorithm would wait.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
         info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)

@@ -23,12 +23,17 @@ from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED, 
 from paceline.errors import CommError, Message
 
 CHUNK = 2**18  # bytes of a frame at most
+# A put that several connections share needs a notification
+# on each of them, which a small one doesn't earn back.
 _SHARED = 2**17  # bytes of a put that several connections share, at least
 _PUTS = 2**16  # pieces that can be under way
 _SLEEPERS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
+# A peer that ends closes one connection after another. Until the last one has ended, what it sent
+# before may still arrive on the others.
 _TOGETHER_S = 2.0  # within which an ending peer closes all its connections
 _CLOSED = (-1, -1)
+# To look through the rows of all puts at each put would cost more than to send a small one.
 _FEW = 16  # sent puts whose rows and sources are not reclaimed yet
 _ROW = struct.Struct(f"{loop.PUTS}q")  # numpy takes five times as long to write one
 _SLEEPER = struct.Struct(f"{loop.WAIT}q")
@@ -217,8 +222,10 @@ class Transport:
             for slot, piece in zip(reversed(slots), reversed(pieces or [(0, 0)]), strict=True):
                 status = loop.NEW if slot == slots[0] else loop.WAITING
                 row = (status, peer, priority, self._order, *piece, *target, rest, only, 0, 0)
+                # From the last piece to the first: each names the one that follows it.
                 _ROW.pack_into(self._rows, slot * _ROW.size, *row)
                 rest = slot
+            # After the rows are filled: the loop reads them as soon as it has the number.
             write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
@@ -237,6 +244,7 @@ class Transport:
             ready: the condition; quick, called under the event loop's lock.
             limit: seconds.
         """
+        # What was sent is released here, where the thread has nothing better to do.
         if self._sources:
             self.reap()
         if ready():
@@ -249,6 +257,8 @@ class Transport:
                 with self._lock:
                     if ready():
                         return True
+                    # Under the lock with the look before it: the loop
+                    # can't notify between the two and find no sleeper.
                     _SLEEPER.pack_into(self._asleep, slot * _SLEEPER.size, 1, peer, event.number)
                 woken = False
                 woken = event.sleep(deadline - time.monotonic())
@@ -307,6 +317,7 @@ class Transport:
         """
         try:
             loop.run(*arrays)
+        # No other thread would learn of it: their waits end with this reason.
         except BaseException as error:
             what = f"{type(error).__name__}: {error}"
             self._failure = f"the transport thread of this process has stopped ({what})"
@@ -340,6 +351,7 @@ class Transport:
                     _PUTS,
                 )
             )
+        # The lowest, because the loop looks at all rows up to the highest that is in use.
         slots = [heapq.heappop(self._free) for _ in range(count)]
         self._top = max(self._top, slots[-1] + 1)
         return slots

@@ -231,6 +231,7 @@ class ChunkQueue:
         while True:
             os.eventfd_read(self._chunks)
             if self._header[_STOPPED] or self._workers[worker, _RETIRED]:
+                # The semaphore must never be too low, or a chunk would wait for ever.
                 self._wake(1)  # for the chunk that it doesn't take
                 return None
             with self._lock:
@@ -240,7 +241,11 @@ class ChunkQueue:
                     chunk = self._chunk(slot)
                     self.reach(worker, chunk.begin)
                     self._since[slot] = time.monotonic_ns()
+                    # After the note of where it begins: if this
+                    # process is killed now, `put_back` reads that.
                     self._owners[slot] = worker + 1
+                    # The lock makes this one change with the line before; a process that is killed
+                    # between them leaves a head that is too low, from which the next look goes on.
                     self._header[_HEAD] = position + 1
                     return chunk
 
@@ -270,6 +275,7 @@ class ChunkQueue:
         tail = self._header[_TAIL]
         for first in range(tail, tail + _SLOTS):
             begin = first % _SLOTS
+            # A room's chunks lie together, so that one look shows whether it is complete.
             if begin + count <= _SLOTS and self.is_complete(range(begin, begin + count)):
                 return first
         raise AssertionError(f"the queue of {_SLOTS} chunks has no room for {count} more")

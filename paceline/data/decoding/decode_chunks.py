@@ -118,6 +118,7 @@ def _runnable_ns() -> int:
     except OSError:  # a kernel without scheduler statistics
         return time.thread_time_ns()
     computed, waited, _ = text.split()
+    # With the time in which it waited for a core: the rest is waiting for the disk.
     return int(computed) + int(waited)
 
 
@@ -138,6 +139,7 @@ def _make(
         queue.reach(worker, sample)
         try:
             room.labels[sample] = maker.write(record, numbers[at], room.samples[sample])
+        # No record can be read any more: to skip them all would be to train on nothing.
         except SourceLost:
             raise
         except DataError as error:

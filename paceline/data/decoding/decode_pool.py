@@ -35,6 +35,7 @@ _CHUNKS = 512  # of a room, at most
 _THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
 _LOOK_S = 1.0  # between two looks at processes that may be stopped
 _STOPPED_S = 5.0  # that a worker may have one sample in work, while others finish theirs
+# A process may be killed for another's memory: only a record at which several die is to blame.
 _DEATHS = 3  # of decode processes at one record, until it is named
 _STARTS = 5  # of a decode process while none makes a sample, one after another
 _STOPPED = "Tt"  # states of a process that a signal or a tracer has stopped
@@ -163,6 +164,7 @@ class DecodePool:
         room = self._ring.take(count, made_by.sample_bytes, pinned=made_by.pinned)
         room.records[:] = records
         self._serial += 1
+        # The queue has a limited number of slots for all rooms together.
         size = max(_CHUNK, -(-count // _CHUNKS))
         chunks = [
             Chunk(self._serial, maker, epoch, room.offset, count, at, min(at + size, count))
@@ -187,6 +189,7 @@ class DecodePool:
                 return False
             self._await_event(min(_LOOK_S, left))
             self._attend(waited)
+        # The report of a bad record comes before its chunk is finished, so none is missed here.
         self._receive_reports()  # sent before the chunks were finished
         return True
 
@@ -324,6 +327,7 @@ class DecodePool:
         if self._server is None:
             return
         now = time.monotonic()
+        # Each look reads a file of /proc for each process.
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._kill_stopped(self._server, waited)

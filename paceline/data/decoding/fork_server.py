@@ -113,6 +113,7 @@ def _child(
     """Be a decode process; doesn't return."""
     status = 1
     try:
+        # First: a process that is forked while its parent ends would outlive it.
         _end_with_parent(server)
         # Reported by itself: a process that is known ends with its parent.
         _send(requests, worker=worker, process=os.getpid())

@@ -112,6 +112,7 @@ class Ring:
             if memory.size >= size and memory.registered == registered
         ]
         if fitting:
+            # The smallest that fits leaves the larger ones to larger batches.
             memory = min(fitting, key=lambda each: each.size)
             self._free.remove(memory)
         else:
@@ -150,6 +151,8 @@ class Ring:
 
     def _new(self, size: int, *, registered: bool) -> _Memory:
         try:
+            # At the file's end, never in place of released
+            # memory: a killed process may still have that mapped.
             os.ftruncate(self.descriptor, self._end + size)
             memory = mmap.mmap(self.descriptor, size, offset=self._end)
         except OSError as error:
@@ -189,6 +192,7 @@ class MappedRooms:
     def room(self, offset: int, count: int, sample_bytes: int) -> Room:
         """Return the room of `count` samples at an offset."""
         size = _room_bytes(count, sample_bytes)
+        # Popped and put back: the order of the dictionary is that of the last use.
         memory = self._maps.pop(offset, None)
         if memory is None or len(memory) < size:
             memory = mmap.mmap(self._descriptor, size, offset=offset)

@@ -81,6 +81,8 @@ class ServerProcess:
             os.lseek(file, 0, os.SEEK_SET)
             argument = json.dumps([requests.fileno(), file, os.getpid(), sys.path])
             self.process = subprocess.Popen(
+                # A fresh interpreter: a fork of the training
+                # process would have its threads' locks and its GPU.
                 [sys.executable, "-P", "-c", BOOT, argument],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests.fileno(), file, ring, reports.fileno(), *queue.descriptors),

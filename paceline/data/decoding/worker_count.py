@@ -55,6 +55,7 @@ class WorkerCount:
         if present >= self.limit:
             return None
         now = self._clock()
+        # It waits for everything, and would be taken for a sign that processes are missing.
         if self._begun is None:  # the first batch: nothing was made ahead
             self._restart(now, made)
             return None
@@ -74,6 +75,7 @@ class WorkerCount:
         if not made.samples:
             return None
         rate = made.samples / made.busy
+        # Where a step does nothing but wait, its need is unknown, and very large.
         need = self._samples / max(seconds - self._waited, 1e-3 * seconds)
         number = min(self.limit, max(present + 1, math.ceil(_SPARE * need / rate)))
         self.reason = (

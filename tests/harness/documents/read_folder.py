@@ -35,7 +35,7 @@ def make_clone(folder: Path) -> None:
 
 
 def break_things(folder: Path) -> None:
-    """Write the damaged and the unfit data that docs/failures.md speaks of, of `train-lmdb`."""
+    """Write the damaged and the unfit data that the pages of errors speak of, of `train-lmdb`."""
     whole = _items(folder / "train-lmdb")
     damaged, mixed = dict(whole), dict(whole)
     seventh, ninth = list(whole)[7], list(whole)[9]

@@ -20,6 +20,7 @@ from paceline.cluster.membership.voting.successor import View
 
 _BALLOT_S = 1.0  # after which a ballot that hasn't decided is followed by another one
 _REFUSED_S = 0.05  # the same, at least, after a refusal
+# The members of the next generation authenticate each other by the token: it must not be guessed.
 _TOKEN_BYTES = 16
 
 
@@ -111,6 +112,7 @@ class Vote:
         elif proposer.phase == "refused" and (before is None or before.phase != "refused"):
             assert proposer.highest is not None
             self._highest = max(self._highest, proposer.highest.number)
+            # Proposers that paused equally long would refuse each other again.
             self.propose_in(jitter(_REFUSED_S, 6 * _REFUSED_S))
         elif request is not None:
             self._ask(request)

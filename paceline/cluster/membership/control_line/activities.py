@@ -99,6 +99,7 @@ class Activities(PeerActivities):
         self._member = member
         self._report = report
         self._peer_timeout = options.peer_timeout
+        # The constructor runs on the training thread, whose line in the script the reports name.
         self._trainer = threading.get_ident()
         self._lock = threading.Lock()  # guards `_others` and `_reported`
         self._others: dict[str, Activity] = {}

@@ -81,6 +81,7 @@ def receive(row, now, buffer):  # type: ignore[no-untyped-def]
     got = recv(row[FD], address(buffer), buffer.shape[0], _FLAGS)
     if got > 0:
         row[HEARD] = row[SILENT_SINCE] = now
+        # Several beats may be there at once, after a pause of this process.
         row[CARRIED] = buffer[got - 1]  # the newest
         return 0
     if got == 0:
@@ -108,6 +109,7 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
     while True:
         top = state[TOP]
         for r in range(top):
+            # poll ignores a negative descriptor, so that rows need not move up when one ends.
             polled[r, 0] = rows[r, FD] if rows[r, STATUS] == OPEN else -1
             polled[r, 1] = _IN
         polled[top, 0] = state[CONTROL]
@@ -115,6 +117,7 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
         left = max(0, next_beat - clock(moment))
         poll(address(polled), top + 1, (left + _MILLISECOND - 1) // _MILLISECOND)
         now = clock(moment)
+        # This process was stopped: what its peers sent meanwhile may still be on its way.
         if now - state[PASSED] > 2 * interval:
             for r in range(top):
                 rows[r, SILENT_SINCE] = now
@@ -124,6 +127,7 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
             if rows[r, STATUS] != OPEN:
                 continue
             error = 0
+            # The upper half of the word is what poll found, the lower half what was asked for.
             if (polled[r, 1] >> 16) & (_IN | _BAD):
                 error = receive(rows[r], now, buffer)
             if beats and error == 0:
@@ -133,6 +137,7 @@ def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-unt
                 rows[r, STATUS] = ENDED
                 changes = True
         if beats:
+            # After a pause the beats that were missed are not made up for.
             next_beat = max(next_beat + interval, now)
         state[PASSED] = now
         if (polled[top, 1] >> 16) & _IN:

@@ -52,6 +52,8 @@ class Beats:
             _words(2),
             np.ones(1, np.int64),
         )
+        # With this command in the pipe the first call of
+        # the loop, which compiles it, returns at once.
         write_word(self._control[1], loop.STOP)
         loop.run(*arrays)  # numba compiles it here, not while beats are due
         self._thread = threading.Thread(
@@ -80,6 +82,8 @@ class Beats:
             os.eventfd_read(self.event)
         for row in list(self._sockets):
             status, error = self._rows[row, [loop.STATUS, loop.ERROR]].tolist()
+            # Not before: the loop might still send on a
+            # descriptor whose number is another file's by then.
             if status == loop.RELEASED:
                 self._rows[row, loop.STATUS] = loop.FREE
                 self._sockets.pop(row).close()

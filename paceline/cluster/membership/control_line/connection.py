@@ -62,6 +62,8 @@ def tune(connection: socket.socket, timeout: float) -> None:
     tcp = {
         socket.TCP_NODELAY: 1,
         _NOTSENT_LOWAT: _UNSENT,
+        # The kernel ends a connection whose other machine is gone, with or without bytes under way:
+        # the user timeout counts unacknowledged bytes, keepalive probes an idle connection.
         socket.TCP_KEEPIDLE: max(1, round(timeout / 2)),
         socket.TCP_KEEPINTVL: max(1, round(timeout / 8)),
         socket.TCP_KEEPCNT: 4,
@@ -69,6 +71,7 @@ def tune(connection: socket.socket, timeout: float) -> None:
     }
     for option, value in tcp.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    # While a link is cut, TCP doubles its pause up to two minutes, and finds it again as late.
     with suppress(OSError):  # Linux 6.15: a link that was cut is used again within a second
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
 

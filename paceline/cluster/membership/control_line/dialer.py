@@ -18,6 +18,7 @@ from paceline.cluster.membership.control_line.line_thread import LineThread, Tim
 from paceline.comm.addresses import family_of
 
 _FIRST_S = 0.05  # between two attempts, at first
+# A link that comes back within the peer timeout must be used again before that ends.
 _LONGEST_S = 2.0  # and at most
 
 
@@ -84,6 +85,8 @@ class Dialer:
         self._sockets.add(connection)
         self._prepare(connection)
         try:
+            # Without waiting: the greeter learns whether it
+            # has connected once the socket can be written.
             connection.connect(self._where)
         except BlockingIOError:
             pass

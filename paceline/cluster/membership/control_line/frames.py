@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, Union
 
 JSON: TypeAlias = Union[bool, int, float, str, "Sequence[JSON]", "Mapping[str, JSON]", None]
 
+# A length is checked against these limits before memory is allocated for what it announces.
 MAX_BODY = 2**24  # bytes of a frame's JSON
 CHUNK = 2**18  # bytes of a chunk at most
 _MAGIC = b"PcL1"

@@ -19,7 +19,9 @@ from paceline.cluster.membership.control_line.greeting import (
 from paceline.cluster.membership.control_line.line_thread import READ, WRITE, LineThread
 
 GREETING_S = 5.0
+# Whoever reaches the port may connect: neither time nor descriptors are spent on more than these.
 MAX_UNAUTHENTICATED = 64
+# In one turn of the thread, which votes and heartbeats' evidence share: a flood must not hold it.
 _ACCEPTED_AT_ONCE = 16
 _NO_DESCRIPTORS_S = 1.0  # without accepting, after the process ran out of descriptors
 
@@ -147,6 +149,7 @@ class Listener:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError:
+                # Without descriptors the socket stays ready, and the thread would spin.
                 self._thread.unwatch(self._server)
                 self._thread.call_later(_NO_DESCRIPTORS_S, self._resume)
                 return
@@ -163,6 +166,7 @@ class Listener:
         self._thread.watch(self._server, READ, self._accept)
 
     def _drop_one(self) -> None:
+        # Of the address with most of them: one host then can't crowd the members out.
         address = Counter(self._greeters.values()).most_common(1)[0][0]
         oldest = next(greeter for greeter, a in self._greeters.items() if a == address)
         oldest.fail("too many connections are not authenticated")

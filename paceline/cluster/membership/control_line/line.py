@@ -42,7 +42,9 @@ from paceline.cluster.membership.control_line.line_thread import READ, LineThrea
 from paceline.cluster.membership.control_line.link import Link
 from paceline.comm.forked_children import close_in_children
 
+# A process that ends says so in its last frames, without which the others take it for lost.
 _FLUSH_S = 0.5  # for queued frames, when the line is closed
+# The last frames of a member that ends well may arrive after the end of its beats.
 _LAST_FRAMES_S = 0.5  # for a peer's last frames, after its connection for beats has ended
 
 
@@ -242,6 +244,8 @@ class ControlLine:
 
     def _accepts(self, greeting: Greeting) -> bool:
         peer = greeting.peer
+        # Of two peers one dials, so that they have one
+        # link: no peer that this side dials may dial it.
         if peer in self._forgotten or peer in self._dialers or peer == self.name:
             return False
         accepted = self._accepted.get(peer)
@@ -315,6 +319,8 @@ class ControlLine:
         if peer in self._dialers:
             self._dialers.pop(peer).close()
         self._drop_accepted(peer)
+        # The dialer knows before this side that the old
+        # connections are dead, where a cut link hides it.
         if peer in self._links:
             self._close_link(self._links[peer], "", report=False)
 

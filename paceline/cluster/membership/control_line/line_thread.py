@@ -83,6 +83,7 @@ class LineThread:
         with self._lock:
             entry = (time.monotonic() + seconds, next(self._numbers), timer)
             heapq.heappush(self._timers, entry)
+            # The thread sleeps until the first timer is due; a later one needs no wake.
             if self._timers[0] is entry:
                 self._wake()
         return timer
@@ -113,6 +114,7 @@ class LineThread:
     def _wake(self) -> None:
         """End the thread's wait; under the lock."""
         if not (self._woken or self._ended or self.is_current()):
+            # One write wakes the thread for all calls that are posted until it clears the event.
             os.eventfd_write(self._event, 1)
             self._woken = True
 
@@ -154,5 +156,6 @@ class LineThread:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
                 due.append(heapq.heappop(self._timers)[2].fire)
+        # Without the lock, because a call may post others.
         for call in due:
             call()

@@ -93,6 +93,7 @@ class Link:
         for frame in frames:
             if self.open:
                 self._received(self, frame)
+        # After the frames: a peer that closes its connection has sent its reason just before.
         if not size and self.open:
             self._ended(self, PEER_CLOSED)
 
@@ -104,6 +105,8 @@ class Link:
                 if not self._unsent:
                     self._unsent = [memoryview(part) for part in self._outbox.take()]
                 if not self._unsent:
+                    # A socket nearly always has room, so to watch
+                    # for that with nothing to send would be to spin.
                     self._thread.watch(self.connection, READ, self._on_ready)
                     return
                 sent = self.connection.sendmsg(self._unsent)

@@ -7,6 +7,7 @@ from collections import deque
 
 from paceline.cluster.membership.control_line.frames import CHUNK, chunk_header
 
+# A peer that is stopped takes no bytes: what waits for it must not fill this machine's memory.
 _MAX_SMALL = 2**26  # bytes of queued frames without bulk bytes
 _TOGETHER = 2**16  # bytes of small frames that one system call sends
 

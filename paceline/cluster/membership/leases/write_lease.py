@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
 
+# They span several peer timeouts: a confirmation of an older one could renew nothing.
 _REPORTS = 64  # sent ones whose confirmation counts
 
 
@@ -106,5 +107,6 @@ class WriteLease:
         return not self._ended and self._clock() < self._until
 
     def _renew(self) -> None:
+        # The least: a single member that had no report for that long may have begun the vote.
         self._until = min(self._confirmed.values(), default=inf) + self._duration
         self._changed.notify_all()

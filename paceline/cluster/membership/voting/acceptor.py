@@ -94,6 +94,7 @@ def answer(
     assert known is not None
     if known.id != id:
         return record, Decided(generation=id, value=known)
+    # It has no vote, and is asked because it might have known the outcome.
     if acceptor not in acceptors_of(known):
         return record, None
     if record.promised is not None and ballot < record.promised:

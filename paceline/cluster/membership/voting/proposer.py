@@ -51,6 +51,7 @@ class Proposer:
     generation: Generation
     ballot: Ballot
     view: View
+    # A secret: no message or log shows it.
     token: str = field(repr=False)
     witness: str | None = None
     phase: Literal["preparing", "accepting", "decided", "refused"] = "preparing"
@@ -136,6 +137,7 @@ def _propose(proposer: Proposer) -> tuple[Proposer, Request | None]:
     accepted: list[Proposal] = [
         promise.accepted for promise in proposer.promises.values() if promise.accepted is not None
     ]
+    # It may be decided already: Paxos is safe because a higher ballot proposes it again.
     if accepted:
         value: Generation | None = max(accepted, key=lambda each: each.ballot).value
     else:

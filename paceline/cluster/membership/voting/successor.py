@@ -92,6 +92,7 @@ def is_in_lineage(held: Held, generation: Generation) -> bool:
     for each in reversed(generation.lineage):  # the newest first
         if each.id == held.generation:
             return True
+        # A later generation began before it, so it was given up.
         if held.step > each.start:
             return False
     return False
@@ -163,6 +164,8 @@ def _start(
     order = {each.id: index for index, each in enumerate(generation.lineage)}
     return max(
         usable,
+        # At one step a snapshot in memory goes before a file: nothing has to be read for it. The
+        # rest makes the choice the same for all proposers.
         key=lambda name: (name.step, not name.durable, order[name.generation], name.token),
         default=None,
     )
@@ -196,6 +199,7 @@ def _in_rank_order(members: Collection[Member]) -> tuple[Member, ...]:
     """Order members by machine, and number the local ranks of each machine from 0."""
     numbers = Counter[int]()
     ordered = []
+    # Survivors keep their order, so that most ranks, and with them shards, stay where they are.
     for member in sorted(members, key=lambda each: each.machine):  # joiners after the others
         ordered.append(replace(member, local_rank=numbers[member.machine]))
         numbers[member.machine] += 1

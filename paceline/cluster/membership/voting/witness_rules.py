@@ -58,6 +58,7 @@ def answer(
         record = WitnessRecord(generation=request.generation)
     if record.generation.descends_from(id):
         return record, Decided(generation=id, value=record.generation)
+    # It has voted in another lineage: an answer here could make two successors.
     if record.generation.id != id:
         return record, None
     if record.promised is not None and ballot < record.promised:

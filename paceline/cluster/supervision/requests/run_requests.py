@@ -73,6 +73,7 @@ def stop_run(run: Path, timeout: float) -> StopResult:
             running = {record: handles[record] for record in running if record not in ended}
             killed = {record.machine for record in ended if record.role == "supervisor"}
             orphans = [record for record in running if record.machine in killed]
+            # Their supervisor was killed while it ended them.
             refused = _ask_to_stop(orphans, handles)
     return StopResult(
         ended=tuple(record for record in processes.here if record not in running),
@@ -106,6 +107,7 @@ def ask(record: MemberRecord, request: Request) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(2 * CLIENT_S)
         connection.connect(f"\0{record.socket}")
+        # An abstract name is free once its process has ended, and another user may bind it.
         if peer_of(connection)[0] != record.process.pid:
             raise ConnectionRefusedError("the socket is another process's")
         with suppress(BrokenPipeError):  # refused before the request was read; the answer says so

@@ -100,6 +100,7 @@ class RunSocket:
         stops = False
         try:
             request = Request.from_text(receive_all(client, deadline, _LONGEST_REQUEST))
+            # An abstract socket has no permissions: any user of the machine can connect.
             if peer_of(client)[1] != os.geteuid():
                 raise CommError("the run belongs to another user; repeat the command as that user.")
             answer = self._obey(request)
