@@ -107,8 +107,9 @@ def serve(setting: Saving) -> None:
     numbers, files = count(), count()
 
     def step() -> None:
-        with replica.step(next(numbers), 1 / setting.ranks):
-            training.step()
+        replica.begin(next(numbers), 1 / setting.ranks)
+        training.step()
+        replica.end()
 
     def save() -> None:
         replica.settle()

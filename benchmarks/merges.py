@@ -133,8 +133,9 @@ def merge(setting: Setting, store: Store) -> Variant:
 
     @torch.no_grad()
     def step() -> None:
-        with replica.step(next(numbers), 1 / setting.ranks, setting.ranks):
-            torch._foreach_add_(list(model), 1e-3)
+        replica.begin(next(numbers), 1 / setting.ranks, setting.ranks)
+        torch._foreach_add_(list(model), 1e-3)
+        replica.end()
 
     return Variant(step=step, finish=replica.merge, result=list)
 
@@ -188,8 +189,9 @@ class Slowing:
 
     def _steps(self) -> None:
         for _ in range(self._setting.every):
-            with self._replica.step(next(self._numbers), 1 / 2, 2):
-                self._train()
+            self._replica.begin(next(self._numbers), 1 / 2, 2)
+            self._train()
+            self._replica.end()
 
     def _train(self) -> None:
         F.cross_entropy(self._model(self._inputs), self._targets).backward()

@@ -92,16 +92,15 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         waited = round(1000 * batch.waited, 2)
         order = self.train.loader.order
-        with (
-            self.steps.step(batch.place, learning_rate=rate, wait_input_ms=waited) as sums,
-            self.small.in_step([self.model], order, len(batch.images)),
-        ):
+        sums = self.steps.begin(batch.place)
+        with self.small.in_step([self.model], order, len(batch.images)):
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
             add_scores(
                 sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
             )
             sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
+        self.steps.end(sums, learning_rate=rate, wait_input_ms=waited)
         self.schedule.step()
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from paceline.api.cell_errors import CellErrors
 from paceline.api.meter import Meter
 from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
-from paceline.api.script_loop import ActiveStep, ScriptLoop
+from paceline.api.script_loop import ScriptLoop, ScriptStep
 from paceline.api.session import Session
 from paceline.api.tracked import TRACKED, Tracked
 from paceline.api.world_end import WorldEnd
@@ -144,7 +144,7 @@ class World:
 
     def step(
         self, samples: int | None = None, *, weight: float | None = None
-    ) -> AbstractContextManager[ActiveStep]:
+    ) -> AbstractContextManager[ScriptStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's

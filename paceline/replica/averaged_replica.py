@@ -1,11 +1,11 @@
 """A model that workers train locally and average; it has the interface of `Replica`.
 
-    with replica.step(number, weight):      merges that are due are applied before it
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()                    torch's own, on this worker's gradients
-        optimizer.zero_grad()
-                                            merges that are due are begun after it
+    replica.begin(number, weight)       merges that are due are applied
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()                    torch's own, on this worker's gradients
+    optimizer.zero_grad()
+    replica.end()                       merges that are due are begun
 
 Nothing is exchanged in a step, so gradients, clipping and loss scaling are local, and any optimizer
 of torch's works as it does without Paceline. Between two steps, `eval()` and `state_dict()` let the
@@ -97,7 +97,9 @@ class AveragedReplica:
         self._bound = True
         self.bindings = 1
         self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
+        self._number = 0  # of the step under way, or of the last one
         self._weight = 1.0
+        self._samples = 1
         self._stepping = False
         self._updated = False  # the optimizer has stepped in this step
         self._loading: dict[nn.Module, dict[Tensor, int]] = {}  # versions before a load
@@ -147,9 +149,8 @@ class AveragedReplica:
         self._optimizer.zero_grad()
         self._model.zero_grad()
 
-    @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step.
+    def begin(self, number: int, weight: float, samples: int = 1) -> None:
+        """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
             number: its number.
@@ -169,15 +170,21 @@ class AveragedReplica:
             )
         if self._average.begin(number) and self._resets:
             self._optimizer.state.clear()
+        self._number = number
         self._weight = weight
+        self._samples = samples
         self._stepping = True
         self._updated = False
-        try:
-            yield
-        finally:
-            self._stepping = False
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
-        self._average.end(number, weight * samples, samples)
+
+    def end(self) -> None:
+        """End the step, and begin the merges that are due."""
+        self.abandon()
+        self._average.end(self._number, self._weight * self._samples, self._samples)
+
+    def abandon(self) -> None:
+        """Leave a step: the model may have the merged weights, and a schedule may step."""
+        self._stepping = False
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

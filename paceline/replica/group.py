@@ -94,13 +94,18 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.discard_batches()
 
-    @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step of all replicas; as `Replica.step`."""
-        with ExitStack() as steps:
-            for replica in self.replicas:
-                steps.enter_context(replica.step(number, weight))
-            yield
+    def begin(self, number: int, weight: float, samples: int = 1) -> None:
+        """Begin a step of all replicas; as `Replica.begin`."""
+        for replica in self.replicas:
+            replica.begin(number, weight)
+
+    def end(self) -> None:
+        """End the step of all replicas; as `Replica.end`."""
+        for replica in reversed(self.replicas):
+            replica.end()
+
+    def abandon(self) -> None:
+        """Do nothing, as `Replica.abandon`."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,10 +1,11 @@
 """A model and its optimizer bound to a synchronizer, whose methods are called in each step.
 
-    with replica.step(number, weight):      begin
-        loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
-        loss.backward()                     gradient_ready: a hook after each parameter's gradient
-        optimizer.step()                    end
-        optimizer.zero_grad()
+    replica.begin(number, weight)       begin
+    loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
+    loss.backward()                     gradient_ready: a hook after each parameter's gradient
+    optimizer.step()                    end
+    optimizer.zero_grad()
+    replica.end()
 
 `optimizer.step()` freezes the hyperparameters and returns; the update itself happens in the next
 forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dict()` and
@@ -143,7 +144,7 @@ class Replica:
         self._binder.settle_before_states()
         self._plain_step = optimizer.step
         self._plain_zero = optimizer.zero_grad
-        self._hooked_end = Optimizer.profile_hook_step(self._end)
+        self._hooked_end = Optimizer.profile_hook_step(self._freeze_update)
         self._patches: list[Callable[[], None]] = [
             patch(optimizer, "step", self._step_optimizer),
             patch(optimizer, "zero_grad", self._zero_optimizer),
@@ -220,11 +221,8 @@ class Replica:
         self._optimizer.zero_grad()
         self._model.zero_grad()
 
-    @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step.
-
-        A block that ends without `optimizer.step()` ends the step without an update.
+    def begin(self, number: int, weight: float, samples: int = 1) -> None:
+        """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
             number: its number.
@@ -232,7 +230,7 @@ class Replica:
             samples: global samples.
 
         Raises:
-            ConfigError: the block broke a rule of the exchange; names the remedy.
+            ConfigError: the model or its optimizer has changed against a rule; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
         self._buffers.install()
@@ -249,7 +247,14 @@ class Replica:
             settled = self._settled or not self._binder.bucketwise
             self._binding.begin_snapshot(self._copier, settled=settled)
             self._copier = None
-        yield
+
+    def end(self) -> None:
+        """End the step; without an update, where `optimizer.step()` wasn't called.
+
+        Raises:
+            ConfigError: the step broke a rule of the exchange; names the remedy.
+            CommError: a peer was lost, or didn't answer in time.
+        """
         self.stepped = self._number is None
         if not self.stepped:
             self._end_without_update()
@@ -258,6 +263,9 @@ class Replica:
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
         self._buffers.send()
+
+    def abandon(self) -> None:
+        """Do nothing: a step that failed has no end, and no other follows in its generation."""
 
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
@@ -320,7 +328,7 @@ class Replica:
         """
         if self._number is None:
             raise ConfigError(
-                "reduce() was called outside a step: call it within step(), after backward and "
+                "reduce() was called outside a step: call it within a step, after backward and "
                 "before optimizer.step()."
             )
         if not self._binding.gradients.reduced:
@@ -522,7 +530,7 @@ class Replica:
             self.reduce()
         return self._hooked_end(optimizer, *args, **kwargs)
 
-    def _end(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _freeze_update(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

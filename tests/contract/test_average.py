@@ -35,6 +35,7 @@ from tests.harness.equivalence.averaging import (
     net,
     on_ranks,
 )
+from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.processes.worlds import run_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -470,7 +471,7 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
         order = Order(size=600, batch_size=12)
         for number in range(40):
             place = order.place(0, number, communicator.rank, communicator.world_size)
-            with steps.step(place):
+            with run_step(steps, place):
                 worker.task.train(worker.model, worker.optimizer, number, communicator.rank)
             if number == flipped and communicator.rank == 1:
                 name = next(iter(worker.replica.anchors()))

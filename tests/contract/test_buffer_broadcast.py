@@ -23,6 +23,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 
 STEPS, WIDTH = 4, 6
@@ -119,7 +120,7 @@ def train(
     random, states = torch.Generator().manual_seed(c.rank), []
     for number in range(STEPS):
         change(model, number, c.rank)
-        with replica.step(number, 1 / c.world_size):
+        with replica_step(replica, number, 1 / c.world_size):
             x = torch.randn(samples(c.rank), WIDTH, generator=random)
             model(x).square().mean().backward()
             optimizer.step()

@@ -24,6 +24,7 @@ from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
 from tests.harness.equivalence.put_synchronizers import ServerThread, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 
 State = dict[str, Tensor]
@@ -256,7 +257,7 @@ class Worker:
         for step in steps:
             step_cuts = self.task.cuts[step]
             share = step_cuts[self.rank + 1] - step_cuts[self.rank]
-            with self.replica.step(step, share / step_cuts[-1], step_cuts[-1]):
+            with replica_step(self.replica, step, share / step_cuts[-1], step_cuts[-1]):
                 self.task.train(self.model, self.optimizer, step, self.rank)
 
     def own(self) -> State:

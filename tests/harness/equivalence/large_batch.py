@@ -28,6 +28,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -179,8 +180,8 @@ class Training:
                 order, rank = Order(size=len(x), batch_size=len(x)), communicator.rank
                 place = order.place(0, 0, rank, communicator.world_size, self.cuts[number])
                 own, weight = place.computed, place.weight
-            with replica.step(
-                number, (own.stop - own.start) / len(x) if weight is None else weight
+            with replica_step(
+                replica, number, (own.stop - own.start) / len(x) if weight is None else weight
             ):
                 local = own if own.stop > own.start else slice(0, 1)
                 step(replica, model, optimizer, x[local], y[local])

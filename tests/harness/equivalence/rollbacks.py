@@ -40,6 +40,7 @@ from paceline.wiring.connections import connect
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 10.0  # a thread of Gloo's may wait as long
@@ -154,7 +155,7 @@ class Rollbacks:
                 name = SnapshotName(run.context.world.generation.token, step)
                 position = {"step": step}
                 replica.snapshot_next_step(StateCopier(snapshots, name, objects, position))
-            with replica.step(step, 1 / c.world_size):
+            with replica_step(replica, step, 1 / c.world_size):
                 pass_by("begin")
                 loss = F.cross_entropy(*self._predict(model, c, step))
                 pass_by("forward")
