@@ -149,7 +149,7 @@ class Steps:
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
-        self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
+        self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
         self._stepped: dict[int, int] = {}  # whether a step ended by `optimizer.step()`
@@ -321,7 +321,7 @@ class Steps:
             merge: no steps follow: where weights are averaged, they are merged.
 
         Raises:
-            Stop, CommError, CheckpointError: as `step`.
+            Stop, CommError, CheckpointError: as `begin`.
         """
         self._end_measured_steps()
         if self._stop_requested_in is not None:
