@@ -115,7 +115,7 @@ def serve(setting: Saving) -> None:
         replica.settle()
         if setting.rank == 0:
             snapshots, name = Snapshots(), SnapshotName("benchmark", next(files))
-            replica.take_snapshot_between_steps(StateCopier(snapshots, name, objects, {}))
+            replica.copy_now(StateCopier(snapshots, name, objects, {}))
             state = snapshots.state(name)
             entries = {**checkpoint_entries(state, objects), "position": {}}
             parameters = state[PARAMETERS]

@@ -131,7 +131,7 @@ def serve(setting: Setting) -> None:
 
     def step(number: int) -> None:
         name = SnapshotName("token", number)
-        replica.snapshot_next_step(StateCopier(snapshots, name, objects, {"step": number}, spans))
+        replica.copy_in_step(StateCopier(snapshots, name, objects, {"step": number}, spans))
         replica.begin(number, 1 / setting.ranks)
         training.step()
         replica.end()

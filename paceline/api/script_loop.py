@@ -295,7 +295,8 @@ class ScriptLoop:
 
     def _report_written(self) -> None:
         """Report once that weights were written between two steps of a run that averages them."""
-        written = isinstance(self.replica, AveragedReplica) and self.replica.written
+        rounds = None if self.replica is None else self.replica.rounds
+        written = rounds is not None and rounds.written
         if written and not self._reported_written and self._run.leads:
             print_message_for_scripts(
                 "the model's weights were written between two steps, other than by "
@@ -517,7 +518,8 @@ class ScriptLoop:
                 with suppress(CommError):  # a peer has gone before its own update
                     self.replica.settle()
             return
-        if isinstance(self.replica, AveragedReplica) and self.replica.never_merged and self.begun:
+        rounds = None if self.replica is None else self.replica.rounds
+        if rounds is not None and rounds.unmerged and rounds.last_round == (0, 0) and self.begun:
             self._note_without_merge()
         completed = self.begun and self._position.at_end and not self._position.unfinished
         with errors_name_arguments():

@@ -199,7 +199,7 @@ class World:
             CommError: a peer is lost or silent.
         """
         replica = self._loop.require_replica("world.reduce()")
-        if isinstance(replica, AveragedReplica):
+        if replica.rounds is not None:
             raise ConfigError(
                 'world.reduce() was called, but with sync="average" gradients are local: clip or '
                 "unscale them without it."
@@ -247,7 +247,7 @@ class World:
         assert replica is not None
 
         def merge() -> Tensor:
-            if isinstance(replica, AveragedReplica):
+            if replica.rounds is not None:
                 communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
             replica.merge()
@@ -369,8 +369,9 @@ class World:
         self._tracked.add({**self._tracked.default_names(objects), **named})
         with errors_name_arguments():  # a new scheduler has reset the optimizers' rates
             self._start.restore({pair.entries[1]: pair.optimizer for pair in self._pairs})
-        if isinstance(self._loop.replica, AveragedReplica):
-            self._start.restore_optimizer(self._loop.replica)
+        if self._loop.replica is not None and self._loop.replica.rounds is not None:
+            workers = self._run.context.along("data")
+            self._start.restore_optimizer(self._pairs[0].optimizer, workers)
 
     def log(self, **values: float | Tensor) -> None:
         """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
@@ -482,11 +483,9 @@ class World:
 
     def _note_unmerged(self) -> None:
         """Print a note on rank 0 if the merged weights lack the last steps."""
-        replica = self._loop.replica
+        rounds = None if self._loop.replica is None else self._loop.replica.rounds
         stopped = self._session.signals.status != 0
-        if not isinstance(replica, AveragedReplica) or stopped or self.rank > 0:
-            return
-        if replica.unmerged:
+        if rounds is not None and rounds.unmerged and not stopped and self.rank == 0:
             print_message_for_scripts(
                 "the merged weights lack the steps since the last merge: call world.merge() after "
                 "the last step."
@@ -580,8 +579,7 @@ class World:
         session = self._session
         for one, pair in zip(replicas, pairs, strict=True):
             self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
-            if isinstance(one, Replica):
-                one.on_loss = self._loop.lose_between_steps
+            one.on_loss = self._loop.lose_between_steps
         grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
         replica = ReplicaGroup(grouped) if grouped else replicas[0]
         self._loop.replica = replica
@@ -589,7 +587,7 @@ class World:
         self._loop.models = [pair.model for pair in pairs if pair.scope.first]
         self._position.several = bool(grouped)
         output = session.output
-        averaged = isinstance(replica, AveragedReplica)
+        averaged = replica.rounds is not None
         if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),

@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 
 from paceline.algorithms.average import WeightAverage
 from paceline.algorithms.average_parts import divide_state, restore_divided
+from paceline.algorithms.method import Rounds
 from paceline.comm.communicator import Communicator, broadcast_all
-from paceline.errors import ConfigError, ServerLost
+from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
@@ -59,7 +60,7 @@ class AveragedReplica:
 
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.
-        averaged: True: between two merges the ranks have weights of their own.
+        on_loss: not called: no use of the model waits for peers.
         loaded: nothing: a load that differs between ranks shows in the merged weights.
         bindings: how often an exchange was opened: once in each generation.
 
@@ -69,8 +70,9 @@ class AveragedReplica:
     """
 
     exchanging = added_to_kept = unused = unwritten = False
-    stateful = stepped = averaged = True
+    stateful = stepped = True
     loaded: Mapping[str, int] = {}
+    on_loss: Callable[[CommError], None] | None = None
 
     def __init__(
         self,
@@ -122,24 +124,9 @@ class AveragedReplica:
         return not self._stepping or self._updated
 
     @property
-    def unmerged(self) -> bool:
-        """Whether steps were made that the merged weights don't have yet; equal on all ranks."""
-        return self._average.unmerged
-
-    @property
-    def never_merged(self) -> bool:
-        """Whether steps were made, and none has been merged yet; equal on all ranks."""
-        return self.unmerged and self._average.last_round == (0, 0)
-
-    @property
-    def written(self) -> bool:
-        """Whether a script has written parameters between two steps, other than by a load."""
-        return self._average.written
-
-    @property
-    def ends(self) -> ServerLost | None:
-        """Why the run ends once its state is saved; None: it continues. Equal on all ranks."""
-        return self._average.ends
+    def rounds(self) -> Rounds:
+        """The rounds of the merges."""
+        return self._average
 
     def begin_batch(self) -> None:
         """Do nothing: buffers are this worker's own."""
@@ -218,30 +205,17 @@ class AveragedReplica:
         """Return once the peers have everything that they need from this rank, or after a limit."""
         self._average.drain()
 
-    def snapshot_next_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: StateCopier) -> None:
         """Copy the merged weights before the next step at once, for the replica check."""
-        copier.copy_parameters(self._trained.names, self.anchors())
+        copier.copy_parameters(self._trained.names, self._average.anchors())
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
-        """Copy the merged weights, and the optimizer's state; what is this worker's is `state`'s.
+    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
+        """Copy the merged weights, and the optimizer's state, before the next step at once.
 
-        Returns:
-            True: the parameters are those of the start.
-        """
-        self._average.show_anchor()
-        copier.begin(self._trained.names, ())
-        copier.end(None, in_step=False)
-        return True
-
-    @property
-    def last_round(self) -> tuple[int, int]:
-        """The steps before which the last completed round began and ended; equal on all ranks."""
-        return self._average.last_round
-
-    def take_snapshot(self, copier: StateCopier) -> bool:
-        """Copy the state before the next step at once, with what is this worker's alone.
-
-        Merges under way are awaited; they are applied in their step all the same.
+        Args:
+            copier: copies it.
+            own: with what is this worker's alone. Merges under way are awaited; they are applied
+                in their step all the same.
 
         Returns:
             True: the parameters are those of the start.
@@ -249,15 +223,14 @@ class AveragedReplica:
         Raises:
             CommError: a peer was lost, or didn't answer in time.
         """
-        part, local, shared = divide_state(self._average)
+        divided = divide_state(self._average) if own else None
         self._average.show_anchor()
         copier.begin(self._trained.names, ())
-        copier.end_with({RANK: part, LOCAL: local, SHARED: shared})
+        if divided is None:
+            copier.end(None, in_step=False)
+        else:
+            copier.end_with(dict(zip((RANK, LOCAL, SHARED), divided, strict=True)))
         return True
-
-    def anchors(self) -> Mapping[str, Tensor]:
-        """Return the parameters of the last merge by name, flat; views."""
-        return self._average.anchors()
 
     def state(self) -> Mapping[str, Any] | None:
         """Return all workers' own weights, buffers and optimizer states on rank 0; collective.
@@ -298,13 +271,6 @@ class AveragedReplica:
                         buffer.resize_(value.shape)
                     buffer.copy_(value)
         return self._average.restore(saved[MERGED], own)
-
-    def restore_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore this worker's own optimizer state of what `state` returned, if it has it."""
-        communicator = self._ranks
-        workers = state[AVERAGE][WORKERS]
-        if len(workers) == communicator.world_size:
-            self._optimizer.load_state_dict(workers[communicator.rank]["optimizer"])
 
     def leave_generation(self) -> None:
         """Remove all hooks and close the exchange, without a wait, until `enter_generation`."""

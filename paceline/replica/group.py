@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.algorithms.method import Rounds
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
@@ -31,7 +32,7 @@ class ReplicaGroup:
             state is in a mapping by its index, as text.
     """
 
-    averaged = False
+    rounds: Rounds | None = None
 
     def __init__(self, replicas: Sequence[GroupedReplica]) -> None:
         self.replicas = tuple(replicas)
@@ -136,15 +137,15 @@ class ReplicaGroup:
         """As `Replica.unwritten`, of all replicas."""
         return all(replica.unwritten for replica in self.replicas)
 
-    def snapshot_next_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, of all replicas."""
         for replica, own in zip(self.replicas, copier.pairs(), strict=True):
-            replica.snapshot_next_step(own)
+            replica.copy_in_step(own)
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; as `Replica`."""
         each = zip(self.replicas, copier.pairs(), strict=True)
-        bound = [replica.take_snapshot_between_steps(own) for replica, own in each]
+        bound = [replica.copy_now(own) for replica, own in each]
         return all(bound)
 
     def synchronize_replicas(self) -> None:
@@ -171,6 +172,9 @@ class ReplicaGroup:
         """Rescale lossy wires' residuals by the loss's `scale`."""
         for replica in self.replicas:
             replica.follow(scale)
+
+    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Do nothing, as `Replica.begin_from`."""
 
     def leave_generation(self) -> None:
         """Leave the generation with all replicas."""

@@ -36,6 +36,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from paceline.algorithms.method import Rounds
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.replica.backward_calls import watch_backward_calls
@@ -83,7 +84,7 @@ class Replica:
 
     Attributes:
         stepped: whether the last step ended by `optimizer.step()`.
-        averaged: False: the ranks' weights are equal between two steps.
+        rounds: None: the ranks' weights are equal between two steps.
         loaded: checksums of what the script has loaded before the last step, by name.
         on_loss: called with the error where a use of the model between two steps finds that a peer
             was lost; the use continues without it. None: the error is raised.
@@ -93,7 +94,7 @@ class Replica:
         CommError: a peer was lost, or didn't answer in time.
     """
 
-    averaged = False
+    rounds: Rounds | None = None
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class Replica:
         """Whether the parameters are as the last step left them, once the replica is settled."""
         return self._settled and self._when_settled == _versions(self._binding.gradients.parameters)
 
-    def snapshot_next_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
         Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
@@ -388,8 +389,12 @@ class Replica:
         """
         self._copier = copier
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.
+
+        Args:
+            copier: copies it.
+            own: with what a rank of an averaging run has alone, for which merges are awaited.
 
         Returns:
             whether all its parameters are bound; others get rank 0's values in the next step.
@@ -447,6 +452,9 @@ class Replica:
     def follow(self, scale: Callable[[], float]) -> None:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
         self._scale = scale
+
+    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Do nothing: `enter_generation` gets all that isn't in model and optimizer."""
 
     def leave_generation(self) -> None:
         """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.

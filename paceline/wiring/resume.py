@@ -28,7 +28,7 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
-from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
+from paceline.replica.averaged_replica import AVERAGE, WORKERS, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.state.checkpoint_choice import ancestors_of_start
@@ -125,11 +125,17 @@ class Start:
             if isinstance(part, Optimizer):
                 require_options(name, part)
 
-    def restore_optimizer(self, replica: AveragedReplica) -> None:
-        """Restore a worker's own optimizer state, where its checkpoint is of an averaging run."""
-        state = (self.edited or {}).get(exchange_entry(0))
-        if state is not None and AVERAGE in state:
-            replica.restore_optimizer(state)
+    def restore_optimizer(self, optimizer: Optimizer, group: Group) -> None:
+        """Restore a worker's own optimizer state, if the checkpoint is of a run of as many workers.
+
+        Args:
+            optimizer: the worker's, of a run that averages.
+            group: the workers.
+        """
+        state = (self.edited or {}).get(exchange_entry(0), {})
+        workers = state.get(AVERAGE, {}).get(WORKERS, ())
+        if len(workers) == group.size:
+            optimizer.load_state_dict(workers[group.rank]["optimizer"])
 
     def keep_bucket_size(self, config: SyncConfig, pair: int = 0) -> SyncConfig:
         """Return options with the checkpoint's bucket size, if none is given and bits depend on it.
@@ -154,7 +160,7 @@ class Start:
             pair: the index of its model and optimizer, where there are several.
         """
         state = (self.edited or {}).get(exchange_entry(pair))
-        averages = isinstance(replica, AveragedReplica)
+        averages = replica.rounds is not None
         averaged = AVERAGE in (state or {})
         if averages and self.state is not None and not averaged:
             return (

@@ -116,9 +116,9 @@ def test_a_snapshot_has_the_buffers_from_before_the_first_batch(moment: str) -> 
         changed = buffers(bench)
         copier = StateCopier(snapshots, name, objects, {})
         if moment == "between steps":
-            bench.replica.take_snapshot_between_steps(copier)
+            bench.replica.copy_now(copier)
         else:
-            bench.replica.snapshot_next_step(copier)
+            bench.replica.copy_in_step(copier)
         with replica_step(bench.replica, 1, 0.5):
             bench.backward(2)
             bench.optimizer.step()

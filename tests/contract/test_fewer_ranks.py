@@ -91,7 +91,7 @@ class Member:
         for held in self.snapshots.held[-1:]:
             self.snapshots.commit(held)
         position = {"step": name.step}
-        replica.snapshot_next_step(StateCopier(self.snapshots, name, self.objects, position))
+        replica.copy_in_step(StateCopier(self.snapshots, name, self.objects, position))
 
     def go_back(self, name: SnapshotName) -> Mapping[str, Any]:
         """Restore a snapshot that all members hold; return what this one alone owned."""

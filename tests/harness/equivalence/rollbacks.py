@@ -154,7 +154,7 @@ class Rollbacks:
             if not snapshots.full:
                 name = SnapshotName(run.context.world.generation.token, step)
                 position = {"step": step}
-                replica.snapshot_next_step(StateCopier(snapshots, name, objects, position))
+                replica.copy_in_step(StateCopier(snapshots, name, objects, position))
             with replica_step(replica, step, 1 / c.world_size):
                 pass_by("begin")
                 loss = F.cross_entropy(*self._predict(model, c, step))

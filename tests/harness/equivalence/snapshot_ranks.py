@@ -171,7 +171,7 @@ class Rank:
         """Let the next step, which has this number, take a snapshot."""
         name = SnapshotName(TOKEN, number)
         position = {"step": number, "sums": [0.5 * number]}
-        self.replica.snapshot_next_step(StateCopier(self.snapshots, name, self.objects, position))
+        self.replica.copy_in_step(StateCopier(self.snapshots, name, self.objects, position))
         return name
 
     def train(self, number: int, *, interrupt: bool = False) -> None:
