@@ -474,8 +474,8 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
             with run_step(steps, place):
                 worker.task.train(worker.model, worker.optimizer, number, communicator.rank)
             if number == flipped and communicator.rank == 1:
-                name = next(iter(worker.replica.anchors()))
-                worker.replica.anchors()[name][0] += 1e-13
+                name = next(iter(worker.replica.rounds.anchors()))
+                worker.replica.rounds.anchors()[name][0] += 1e-13
         raise AssertionError("nothing noticed it")
 
     average = Average(every=3, outer=DiLoCo(), delay=1)
