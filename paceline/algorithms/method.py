@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 from torch import Tensor
 
+from paceline.algorithms.synchronizer import GradientAccess, GradientSynchronizer, Synchronizer
 from paceline.errors import ServerLost
+from paceline.reduce.rank_state import RankState
 
 
 class Rounds(Protocol):
@@ -32,3 +35,28 @@ class Rounds(Protocol):
 
     def anchors(self) -> Mapping[str, Tensor]:
         """Return the parameters of the last merge by name, flat; views."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Method by which ranks train one model, made for its buckets and for one generation.
+
+    Attributes:
+        synchronizer: synchronizes the steps.
+        gradients: access to the exchanged gradients; None: gradients are local.
+        state: what this rank alone has besides model and optimizer, or None; either all ranks have
+            some or none does.
+        immediate: whether a step's end installs its result, for which no read then has to wait.
+        rounds: of a method that merges weights; None: weights are equal between two steps.
+    """
+
+    synchronizer: Synchronizer
+    gradients: GradientAccess | None
+    state: RankState | None = None
+    immediate: bool = False
+    rounds: Rounds | None = None
+
+    @classmethod
+    def by_gradients(cls, made: GradientSynchronizer) -> Self:
+        """Return the method of a synchronizer that exchanges gradients."""
+        return cls(synchronizer=made, gradients=made, state=made.state, immediate=made.immediate)

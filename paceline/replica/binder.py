@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import (
     Communicator,
     broadcast_all,
@@ -37,23 +37,31 @@ from paceline.replica.trained_parameters import WHOLE, Fingerprint, Scope, Train
 from paceline.update.parameter_watch import ParameterWatch
 from paceline.update.updater import is_bucketwise
 
-MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
+MakeMethod = Callable[[Sequence[Bucket]], Method]
 MakeHooks = Callable[
-    [nn.Module, TrainedParameters, Synchronizer, ParameterWatch, ReadMap | None, EarlierBuffers],
+    [
+        nn.Module,
+        TrainedParameters,
+        Sequence[Bucket],
+        Method,
+        ParameterWatch,
+        ReadMap | None,
+        EarlierBuffers,
+    ],
     ReplicaHooks,
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-    """Exchange plan: a factory of synchronizers, and a bucket size.
+    """Exchange plan: a factory of methods, and a bucket size.
 
     Attributes:
-        make_synchronizer: makes a synchronizer for given buckets.
+        make_method: makes a method for given buckets; collective.
         bucket_bytes: approximate size of a bucket in bytes.
     """
 
-    make_synchronizer: MakeSynchronizer
+    make_method: MakeMethod
     bucket_bytes: int
 
 
@@ -137,16 +145,16 @@ class ReplicaBinder:
         broadcast_all(self._ranks, fresh, "the broadcast of rank 0's weights")
         size = self._plan.bucket_bytes
         buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
-        synchronizer = self._plan.make_synchronizer(buckets)
+        method = self._plan.make_method(buckets)
         self.alone = self._ranks.world_size == 1
         self.bindings += 1
-        self.stateful = synchronizer.state is not None
-        own = synchronizer.state
+        own = method.state
+        self.stateful = own is not None
         self.divides_optimizer = own is not None and OPTIMIZER in own.local(in_step=False)
         self.bucketwise = is_bucketwise(self._optimizer)
         self._watch.bind(p for bucket in buckets for p in bucket.parameters)
         self.hooks = self._make_hooks(
-            self._model, trained, synchronizer, self._watch, reads, self._earlier
+            self._model, trained, buckets, method, self._watch, reads, self._earlier
         )
         return self.hooks
 
@@ -161,8 +169,7 @@ class ReplicaBinder:
         self._plan = plan or self._plan
         stateful = self.stateful
         state = self.state()
-        old.synchronizer.drain()
-        self.unbind()
+        self.unbind(drain=True)
         new = self.bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
@@ -215,7 +222,7 @@ class ReplicaBinder:
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()
-        own = bound.synchronizer.state
+        own = bound.state
         if parts is None:
             return bound, True
         return bound, restore_parts(own, parts, self._ranks)
@@ -223,12 +230,12 @@ class ReplicaBinder:
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""
         self._settle()
-        state = self._bound.synchronizer.state
+        state = self._bound.state
         return None if state is None else state.gather(self._ranks)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
-        own = self._bound.synchronizer.state
+        own = self._bound.state
         return own is not None and own.restore(state)
 
     def settle_before_states(self) -> None:
@@ -250,10 +257,10 @@ class ReplicaBinder:
         elif self.divides_optimizer:
             self.loads.before_optimizer(state)
 
-    def unbind(self) -> None:
-        """Remove all hooks and close the synchronizer, without a wait."""
+    def unbind(self, *, drain: bool = False) -> None:
+        """Remove all hooks and close the synchronizer; without a wait, unless it drains."""
         if self.hooks is not None:
-            self.hooks.close()
+            self.hooks.close(drain=drain)
         self._state_hooks.close()
 
     @property

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from paceline.algorithms.method import Rounds
+from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.replica.backward_calls import watch_backward_calls
@@ -241,7 +242,7 @@ class Replica:
         self._thread = threading.get_ident()
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
-        self._binding.begin(number, weight, scale)
+        self._binding.begin(StepInfo(number, weight, samples, scale))
         if not weight:
             self._follow_scalers()
         if self._copier is not None:
@@ -306,7 +307,7 @@ class Replica:
         """End the step, whose block has ended without `optimizer.step()`."""
         with self._watch.paused():
             self._binding.end_snapshot()
-            self._binding.synchronizer.abandon()
+            self._binding.synchronizer.end(update=False)
             self._done()
 
     @contextmanager
@@ -338,7 +339,7 @@ class Replica:
             if self._has_graphs:
                 self._refuse_graphs()
             self._binding.gradients.before_reduce()
-            self._binding.synchronizer.reduce()
+            self._binding.access.reduce()
 
     def _refuse_graphs(self) -> None:
         """Refuse gradients that can be differentiated, which their mean can't be."""
@@ -403,7 +404,7 @@ class Replica:
         trained = self._binder.trained()  # may be others than bound
         names = {**self._binding.trained.names, **trained.names}
         self._binding.begin_snapshot(copier, settled=True, names=names)
-        copier.end(self._binding.synchronizer.state, in_step=False)
+        copier.end(self._binding.state, in_step=False)
         self._binding.copier = None
         return trained.names == self._binding.trained.names
 
@@ -416,22 +417,22 @@ class Replica:
         Returns:
             False where the ranks' parts are others now: then all ranks' must be divided anew.
         """
-        own = self._binding.synchronizer.state
+        own = self._binding.state
         return not state if own is None else own.restore_local(state)
 
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""
-        self._binding.synchronizer.synchronize_replicas()
+        self._binding.synchronizer.settle(Weights.EQUAL)
 
     def merge(self) -> None:
-        """Do as `synchronize_replicas`: each step has merged the replicas."""
-        self.synchronize_replicas()
+        """Settle, and let the weights have all ranks' steps; collective."""
+        self._binding.synchronizer.settle(Weights.MERGED)
 
     def drain(self) -> None:
-        """Return once the peers have everything that they need from this rank, or after a limit."""
+        """End the exchange, once the peers have all that they need of this rank, or at a limit."""
         with suppress(CommError):  # a peer that has gone needs nothing
             self._buffers.install()
-        self._binding.synchronizer.drain()
+        self._binding.synchronizer.close(drain=True)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state, besides model and optimizer; collective.
@@ -548,12 +549,12 @@ class Replica:
         self._binding.gradients.guard.check()
         self._refuse_unexchanged()
         self._binding.end_snapshot()
-        self._binding.synchronizer.end()
+        self._binding.synchronizer.end(update=True)
         self._done()
         watch_state(
             optimizer, self._settle_for_use
         )  # a script, or load_state_dict(), may have replaced it
-        if self._binding.synchronizer.immediate:
+        if self._binding.immediate:
             self._settled = True
         elif _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
@@ -589,7 +590,7 @@ class Replica:
                 "updated from this rank's gradients alone: call step() without a closure."
             )
         self._binding.end_snapshot()
-        self._binding.synchronizer.end()
+        self._binding.synchronizer.end(update=True)
         self._done()
         return result
 
@@ -629,7 +630,7 @@ class Replica:
                 "a GradScaler unscaled gradients that had already been sent in step "
                 f"{self._number}: call reduce() after backward, before unscale_() and step()."
             )
-        state = self._binding.synchronizer.state
+        state = self._binding.state
         if self._scale is None and state is not None and state.scaled:
             raise ConfigError(
                 "a GradScaler is used with a lossy wire: when the loss scale changes, the wire's "
@@ -684,7 +685,7 @@ class Replica:
         if self._watch.gap is Gap.GRADIENTS:
             self.reduce()
         if not set_to_none:
-            self._binding.synchronizer.wait_until_gradients_writable()
+            self._binding.access.wait_writable()
             self._binding.kept.forget()
         with self._watch.paused():
             yield

@@ -13,6 +13,7 @@ import torch.ao.quantization as quantization
 from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
@@ -111,9 +112,10 @@ def train(
 
     def make(buckets: list[Bucket]) -> Any:
         statistics = RunningStatistics(model)
-        return make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
+        made = make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
+        return Method.by_gradients(made)
 
-    plan = ExchangePlan(make_synchronizer=make, bucket_bytes=200)  # type: ignore[arg-type]
+    plan = ExchangePlan(make_method=make, bucket_bytes=200)  # type: ignore[arg-type]
     run = run_of(c)
     buffers = None if own else BufferBroadcast(model, run)
     replica = Replica(model, optimizer, run, lambda: plan, buffers=buffers)

@@ -137,7 +137,7 @@ def test_a_copy_calls_no_synchronizer(
         bench.step(number)
     own = copy.deepcopy(bench.model)
     called: list[str] = []
-    for name in ("before_read", "gradient_ready", "settle", "wait_until_gradients_writable"):
+    for name in ("before_read", "gradient_ready", "settle", "wait_writable"):
         synchronizer = bench.replica._binding.synchronizer
         monkeypatch.setattr(synchronizer, name, lambda *_, name=name: called.append(name))
     with replica_step(bench.replica, steps, 1.0):

@@ -154,7 +154,7 @@ class Elastic:
                 run = Run(context=context)
                 replica = replicate(member.model, member.optimizer, run, self.config)
                 try:
-                    state = replica._binding.synchronizer.state
+                    state = replica._binding.state
                     assert state is None or not parts or state.restore(state.combine(parts))
                     self._train_steps(number, member, replica, c)
                 finally:

@@ -68,14 +68,14 @@ def test_what_is_frozen_travels_no_more(model: nn.Module) -> None:
 
 def test_nothing_is_bound_anew_where_nothing_changed(model: nn.Module) -> None:
     bench = Bench.of(Counting(ThreadGroup(1), 0), model)
-    buckets = bench.replica._binding.synchronizer.buckets
+    buckets = bench.replica._binding.buckets
     for number in range(3):
         bench.step(number)
         bench.optimizer.load_state_dict(copy.deepcopy(bench.optimizer.state_dict()))
         bench.model.eval()
         bench.model.train()
         bench.model.load_state_dict(copy.deepcopy(bench.model.state_dict()))
-    assert bench.replica._binding.synchronizer.buckets is buckets
+    assert bench.replica._binding.buckets is buckets
 
 
 def test_only_what_is_new_is_broadcast(model: nn.Module) -> None:
@@ -293,7 +293,7 @@ def test_another_plan_needs_no_second_lesson(model: nn.Module) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert watched == [True, False, False]
-    assert len(replica._binding.synchronizer.buckets) == len(list(model.parameters()))
+    assert len(replica._binding.buckets) == len(list(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
@@ -86,13 +87,14 @@ def replica_of(
 ) -> GroupedReplica:
     def make(buckets: tuple[Bucket, ...]) -> Any:
         updater = make_updater(optimizer, buckets)
-        return make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
+        made = make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
+        return Method.by_gradients(made)
 
     return GroupedReplica(
         model,
         optimizer,
         run_of(communicator),
-        lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=10**6),  # type: ignore[arg-type]
+        lambda: ExchangePlan(make_method=make, bucket_bytes=10**6),  # type: ignore[arg-type]
         share=BatchShare(),
         scope=Scope(),
         purpose="steps",

@@ -275,7 +275,7 @@ def test_reducing_outside_of_a_step_is_refused(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         Bench.of(communicator, model).replica.reduce()
 
-    with pytest.raises(ConfigError, match=r"outside a step: call it within step\(\)"):
+    with pytest.raises(ConfigError, match=r"outside a step: call it within a step"):
         run_ranks(1, train)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.reduce.buckets import Bucket
@@ -222,13 +222,12 @@ def replicate(
     """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
     def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
-        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+        def make(buckets: Sequence[Bucket]) -> Method:
             updater = getattr(kind, "updater", make_updater)(optimizer, buckets)
             parts = updater, RunningStatistics(model)
-            synchronizer: Synchronizer = kind(buckets, communicator, *parts)
-            return synchronizer
+            return Method.by_gradients(kind(buckets, communicator, *parts))
 
-        return ExchangePlan(make_synchronizer=make, bucket_bytes=bucket_bytes)
+        return ExchangePlan(make_method=make, bucket_bytes=bucket_bytes)
 
     changes = iter(later)
 
