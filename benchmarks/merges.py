@@ -198,11 +198,11 @@ class Slowing:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _counted(self, function: Callable[..., bool | None]) -> Callable[..., bool | None]:
-        def counted(*arguments: object) -> bool | None:
+    def _counted(self, function: Callable[..., None]) -> Callable[..., None]:
+        def counted(*arguments: object, **options: object) -> None:
             start = time.thread_time()
             try:
-                return function(*arguments)
+                function(*arguments, **options)
             finally:
                 self.own += time.thread_time() - start
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.average import Averaging
 from paceline.algorithms.average_parts import divide_state, restore_divided
 from paceline.algorithms.method import Rounds
+from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.comm.communicator import Communicator, broadcast_all
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
@@ -55,8 +56,6 @@ class AveragedReplica:
         bucket_bytes: approximate size of a bucket in bytes; less where the model is so small that
             there would be fewer buckets than fragments.
         fragments: number of fragments that `open_average` divides the buckets into.
-        momenta: "keep": a worker's optimizer retains its state at a merge; "reset": it forgets it;
-            "average": `open_average` merges it.
 
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.
@@ -79,16 +78,14 @@ class AveragedReplica:
         model: nn.Module,
         optimizer: Optimizer,
         run: Run,
-        open_average: Callable[[Sequence[Bucket]], WeightAverage],
+        open_average: Callable[[Sequence[Bucket]], Averaging],
         *,
         bucket_bytes: int,
         fragments: int = 1,
-        momenta: str = "keep",
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._run = run
-        self._resets = momenta == "reset"
         self._trained = trained = TrainedParameters.of(model, optimizer)
         broadcast_all(self._ranks, trained.tensors, "the broadcast of rank 0's weights")
         total = sum(p.nbytes for p in trained.groups if p.requires_grad)
@@ -99,9 +96,7 @@ class AveragedReplica:
         self._bound = True
         self.bindings = 1
         self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
-        self._number = 0  # of the step under way, or of the last one
         self._weight = 1.0
-        self._samples = 1
         self._stepping = False
         self._updated = False  # the optimizer has stepped in this step
         self._loading: dict[nn.Module, dict[Tensor, int]] = {}  # versions before a load
@@ -155,18 +150,15 @@ class AveragedReplica:
                 '"average" does not support: freeze, unfreeze and add parameters before '
                 "paceline.parallelize()."
             )
-        if self._average.begin(number) and self._resets:
-            self._optimizer.state.clear()
-        self._number = number
+        self._average.begin(StepInfo(number, weight, samples))
         self._weight = weight
-        self._samples = samples
         self._stepping = True
         self._updated = False
 
     def end(self) -> None:
         """End the step, and begin the merges that are due."""
         self.abandon()
-        self._average.end(self._number, self._weight * self._samples, self._samples)
+        self._average.end(update=True)
 
     def abandon(self) -> None:
         """Leave a step: the model may have the merged weights, and a schedule may step."""
@@ -189,7 +181,7 @@ class AveragedReplica:
 
     def synchronize_replicas(self) -> None:
         """Let the model have the weights of the last merge, which are equal everywhere."""
-        self._average.show_anchor()
+        self._average.settle(Weights.EQUAL)
 
     def merge(self) -> None:
         """Merge at once what was trained since the last merges, and show the result; collective.
@@ -197,13 +189,11 @@ class AveragedReplica:
         Raises:
             CommError: a peer was lost, or didn't answer in time.
         """
-        if self._average.merge() and self._resets:
-            self._optimizer.state.clear()
-        self._average.show_anchor()
+        self._average.settle(Weights.MERGED)
 
     def drain(self) -> None:
-        """Return once the peers have everything that they need from this rank, or after a limit."""
-        self._average.drain()
+        """End the exchange, once the peers have all that they need of this rank, or at a limit."""
+        self._average.close(drain=True)
 
     def copy_in_step(self, copier: StateCopier) -> None:
         """Copy the merged weights before the next step at once, for the replica check."""
@@ -224,7 +214,7 @@ class AveragedReplica:
             CommError: a peer was lost, or didn't answer in time.
         """
         divided = divide_state(self._average) if own else None
-        self._average.show_anchor()
+        self._average.settle(Weights.EQUAL)
         copier.begin(self._trained.names, ())
         if divided is None:
             copier.end(None, in_step=False)
@@ -358,17 +348,17 @@ class AveragedReplica:
         """Replace `model.train()`, which `eval()` calls too."""
         if not self._stepping:
             if mode:
-                self._average.hide_anchor()
+                self._average.settle(Weights.OWN)
             else:
-                self._average.show_anchor()
+                self._average.settle(Weights.EQUAL)
         return plain(mode)
 
     def _before_saving(self, *_: object) -> None:
         if not self._stepping:
-            self._average.show_anchor()
+            self._average.settle(Weights.EQUAL)
 
     def _before_loading(self, module: nn.Module, *_: object) -> None:
-        self._average.hide_anchor()
+        self._average.settle(Weights.OWN)
         self._loading[module] = {tensor: tensor._version for tensor in _own_tensors(module)}
 
     def _after_loading(self, module: nn.Module, *_: object) -> None:

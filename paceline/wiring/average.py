@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.average import Averaging
 from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
@@ -56,7 +56,7 @@ def average_weights(
     codec = merge_codec(config.wire)
     device = next(model.parameters(), torch.empty(0)).device
 
-    def make(buckets: Sequence[Bucket]) -> WeightAverage:
+    def make(buckets: Sequence[Bucket]) -> Averaging:
         statistics = RunningStatistics(model)
         try:
             merges = open_merges(buckets, statistics, met)
@@ -68,7 +68,7 @@ def average_weights(
 
     def open_merges(
         buckets: Sequence[Bucket], statistics: RunningStatistics, server: MetServer | None
-    ) -> WeightAverage:
+    ) -> Averaging:
         context = run.context  # of the present generation
         topology = topology_of(context, alone=config.transport == "nixl")  # it shares no memory
         if server is not None:
@@ -103,6 +103,7 @@ def average_weights(
             fragments=average.fragments,
             mix=average.mix,
             averaged=optimizer if average.momenta == "average" else None,
+            forgets=optimizer if average.momenta == "reset" else None,
         )
 
     return AveragedReplica(
@@ -112,5 +113,4 @@ def average_weights(
         make,
         bucket_bytes=config.bucket_bytes,
         fragments=average.fragments,
-        momenta=average.momenta,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.average import Averaging
 from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
@@ -231,7 +231,7 @@ class Worker:
         self.optimizer = task.make_optimizer(self.model)
         self.fragments: list[list[str]] = []
 
-        def make_weight_average(buckets: Sequence[Bucket]) -> WeightAverage:
+        def make_weight_average(buckets: Sequence[Bucket]) -> Averaging:
             forward = list(reversed(buckets))
             sizes = [sum(p.nbytes for p in bucket.parameters) for bucket in forward]
             self.fragments = [
@@ -239,7 +239,7 @@ class Worker:
                 for part in cut_into_fragments(sizes, task.average.fragments)
             ]
             statistics = RunningStatistics(self.model)
-            average: WeightAverage = make(buckets, communicator, statistics, self.optimizer)
+            average: Averaging = make(buckets, communicator, statistics, self.optimizer)
             return average
 
         self.replica = AveragedReplica(
@@ -249,7 +249,6 @@ class Worker:
             make_weight_average,
             bucket_bytes=300,
             fragments=task.average.fragments,
-            momenta=task.average.momenta,
         )
 
     def train(self, steps: range) -> None:
@@ -289,7 +288,7 @@ def on_ranks(
     average = task.average
     rule, schedule = average.rule.for_workers(task.workers), average.schedule(len(task.cuts))
 
-    def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> WeightAverage:
+    def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> Averaging:
         return open_average(
             buckets,
             statistics,
@@ -299,6 +298,7 @@ def on_ranks(
             fragments=average.fragments,
             mix=average.mix,
             averaged=optimizer if average.momenta == "average" else None,
+            forgets=optimizer if average.momenta == "reset" else None,
         )
 
     make = notified(
