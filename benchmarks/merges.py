@@ -164,7 +164,7 @@ class Slowing:
         self._inputs = torch.randn(setting.batch, 3, 32, 32)
         self._targets = torch.randint(0, 10, (setting.batch,))
         self._setting, self._numbers, self.own = setting, count(), 0.0
-        of_merge = self._replica._average
+        of_merge = self._replica.rounds
         of_merge.begin = self._counted(of_merge.begin)  # type: ignore[method-assign]
         of_merge.end = self._counted(of_merge.end)  # type: ignore[method-assign]
 

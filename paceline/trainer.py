@@ -16,7 +16,6 @@ from paceline.comm.communicator import total
 from paceline.data.loader import Batch
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.precision import Precision
@@ -33,7 +32,7 @@ class Trainer:
     optimizer: Optimizer
     schedule: LRScheduler
     precision: Precision
-    replica: Replica | AveragedReplica
+    replica: Replica
     steps: Steps
     device: torch.device
     resources: ExitStack

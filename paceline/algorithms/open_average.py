@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.algorithms.average import Averaging, Schedule, weights_name
@@ -76,6 +77,12 @@ def open_average(
         end_startup=opened.end_startup,
         residuals=opened.residuals,
     )
+
+
+def size_of_buckets(parameters: Iterable[Tensor], limit: int, fragments: int) -> int:
+    """Return the bytes of a bucket: `limit`; less where a fragment would have no bucket."""
+    total = sum(p.nbytes for p in parameters if p.requires_grad)
+    return min(limit, max(1, total // fragments))
 
 
 def _fragments(

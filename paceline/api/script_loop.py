@@ -30,7 +30,6 @@ from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.generation.run import Run
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
@@ -150,9 +149,7 @@ class ScriptLoop:
         self._position.use_sums(self.meters.names)
         self.meters.begin(steps)
 
-    def refuse_outside(
-        self, optimizer: Optimizer, replica: Replica | AveragedReplica
-    ) -> Callable[[], None]:
+    def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
         """Refuse updates without an exchange before them; return what undoes that."""
         step = optimizer.step
 

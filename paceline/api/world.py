@@ -42,9 +42,7 @@ from paceline.comm.communicator import require_same_call, total
 from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.generation.run import Run
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
-from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
@@ -574,18 +572,18 @@ class World:
             return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
-    def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:
+    def _bind(self, replicas: Sequence[Replica], pairs: Sequence[Pair]) -> None:
         """Make steps of these models and optimizers from now on; for each pair its replica."""
         session = self._session
         for one, pair in zip(replicas, pairs, strict=True):
             self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
             one.on_loss = self._loop.lose_between_steps
-        grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
-        replica = ReplicaGroup(grouped) if grouped else replicas[0]
+        several = len(replicas) > 1
+        replica = ReplicaGroup(replicas) if several else replicas[0]
         self._loop.replica = replica
         self._pairs = list(pairs)
         self._loop.models = [pair.model for pair in pairs if pair.scope.first]
-        self._position.several = bool(grouped)
+        self._position.several = several
         output = session.output
         averaged = replica.rounds is not None
         if session.run is not None and self._writer is None:
@@ -645,7 +643,7 @@ class World:
         self._loop.use(steps)
 
     def _durable_start(
-        self, objects: StateObjects, replicas: Sequence[Replica | AveragedReplica]
+        self, objects: StateObjects, replicas: Sequence[Replica]
     ) -> DurableStart | None:
         """Return what goes back to the durable state; None without a run folder."""
         session = self._session

@@ -14,9 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.algorithms.method import Rounds
-from paceline.replica.averaged_replica import AveragedReplica
-from paceline.replica.grouped_replica import GroupedReplica
+from paceline.algorithms.average import Averaging
 from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
 from paceline.replica.state.copier import StateCopier
@@ -32,9 +30,9 @@ class ReplicaGroup:
             state is in a mapping by its index, as text.
     """
 
-    rounds: Rounds | None = None
+    rounds: Averaging | None = None
 
-    def __init__(self, replicas: Sequence[GroupedReplica]) -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
 
     @property
@@ -192,5 +190,5 @@ class ReplicaGroup:
         return all(whole)
 
 
-AnyReplica = Replica | ReplicaGroup | AveragedReplica
+AnyReplica = Replica | ReplicaGroup
 """The replica of one model and optimizer, or the group of several."""

@@ -144,11 +144,6 @@ class GroupedReplica(Replica):
         """The model, of which other replicas may train other parameters."""
         return self._model
 
-    @property
-    def frozen(self) -> bool:
-        """Whether no parameter that is bound is trained now."""
-        return not any(p.requires_grad for p in self._own_binding.gradients.parameters)
-
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; as `Replica.reduce`."""
         if self.ended and self._watch.left:
@@ -167,13 +162,11 @@ class GroupedReplica(Replica):
             self._own_binding.install_statistics()
         super().drain()
 
-    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
+    def _make_exchange_hooks(self, *arguments: Any) -> ReplicaHooks:
         statistics = None
         if self._has_buffers:
             statistics = ModelStatistics(self._model, self._run, self._gradients)
-        hooks = GroupedHooks(statistics, *arguments)
-        hooks.buffers = self._buffers
-        return hooks
+        return GroupedHooks(statistics, *arguments)
 
     @property
     def _own_binding(self) -> GroupedHooks:

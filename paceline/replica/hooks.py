@@ -26,8 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.algorithms.method import Method
 from paceline.algorithms.synchronizer import STATISTICS, StepInfo
+from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.rank_state import restore_parts
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.hook_guard import HookGuard
@@ -69,10 +71,12 @@ class ReplicaHooks:
         reads: which modules read which parameters; None until the first step has traced the reads.
         copier: copies the state before the current step, if a snapshot is taken in it.
         kept: the gradients that the script keeps after a step.
+        rounds: None: weights are equal between two steps.
         added_to_kept: whether a backward has added to a gradient of an earlier step.
         buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
     """
 
+    rounds = None
     buffers: BufferBroadcast | None = None
 
     def __init__(
@@ -198,6 +202,23 @@ class ReplicaHooks:
     def install_statistics(self) -> None:
         """Install BatchNorm's running statistics of the last ended step; local, as `settle`."""
         self.synchronizer.before_read(STATISTICS)
+
+    def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
+        """Return all ranks' state on rank 0; as `Replica.state`, when all have settled."""
+        return None if self.state is None else self.state.gather(communicator)
+
+    def restore(self, state: Mapping[str, Any], communicator: Communicator) -> bool:
+        """Take this rank's share of what `gather` returned; return False if some was dropped."""
+        return self.state is not None and self.state.restore(state)
+
+    def enter(
+        self,
+        parts: Sequence[Mapping[str, Any]],
+        snapshot: Mapping[str, Mapping[Any, Any]],
+        communicator: Communicator,
+    ) -> bool:
+        """Restore the parts of a snapshot, which the model has; as `Replica.enter_generation`."""
+        return restore_parts(self.state, parts, communicator)
 
     def close(self, *, drain: bool = False) -> None:
         """Remove the hooks and close the synchronizer."""

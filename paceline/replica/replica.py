@@ -36,12 +36,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from paceline.algorithms.method import Rounds
+from paceline.algorithms.average import Averaging
+from paceline.algorithms.method import Method
 from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
+from paceline.reduce.buckets import Bucket
+from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
-from paceline.replica.binder import ExchangePlan, ReplicaBinder
+from paceline.replica.binder import Binding, ExchangePlan, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
@@ -84,8 +87,9 @@ class Replica:
         buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
 
     Attributes:
-        stepped: whether the last step ended by `optimizer.step()`.
-        rounds: None: the ranks' weights are equal between two steps.
+        stepped: whether the last step ended by `optimizer.step()`; of averaged weights always
+            True: ranks may skip updates (loss scaling) by themselves.
+        rounds: merges the ranks' weights, which differ between two steps; None: they are equal.
         loaded: checksums of what the script has loaded before the last step, by name.
         on_loss: called with the error where a use of the model between two steps finds that a peer
             was lost; the use continues without it. None: the error is raised.
@@ -94,8 +98,6 @@ class Replica:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
         CommError: a peer was lost, or didn't answer in time.
     """
-
-    rounds: Rounds | None = None
 
     def __init__(
         self,
@@ -131,15 +133,19 @@ class Replica:
             install=self._settle_for_use,
             expose=lambda parameter: self._binding.expose_gradients(parameter),
         )
-        self.stepped = self._follows_scalers = False
         self.loaded: Checksums = {}
+        self.rounds: Averaging | None = None
+        self._averaged: AveragedHooks | None = None  # the hooks, where gradients are local
+        self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
         self._binder = ReplicaBinder(
-            *(model, optimizer, run, purpose, first_plan, self._watch, self._earlier),
+            *(model, optimizer, run, purpose, first_plan),
             settle=self._settle_for_use,
             scope=scope,
             make_hooks=self._make_hooks,
         )
-        self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
+        self._hooks: Binding | None = self._binder.bind(set())  # None between generations
+        self.stepped = self.rounds is not None
+        self._follows_scalers = False
         self._buffers.begin_generation()
         self._added = AddedTensors(model)
         self._structure = ModelStructure(model)
@@ -147,7 +153,13 @@ class Replica:
         self._plain_step = optimizer.step
         self._plain_zero = optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._freeze_update)
-        self._patches: list[Callable[[], None]] = [
+        self._patches: list[Callable[[], None]] = []
+        if self.rounds is None:
+            self._watch_uses(model, optimizer)
+
+    def _watch_uses(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Watch what a script does with exchanged gradients, and with pending updates."""
+        self._patches += [
             patch(optimizer, "step", self._step_optimizer),
             patch(optimizer, "zero_grad", self._zero_optimizer),
             *(patch(one, "train", partial(self._train, one.train)) for one in roots_of(model)),
@@ -163,7 +175,7 @@ class Replica:
     @property
     def names(self) -> Mapping[nn.Parameter, str]:
         """The names of the parameters that the model and the optimizer had when they were bound."""
-        return self._binding.trained.names
+        return self._bound.trained.names
 
     @property
     def all_names(self) -> list[Mapping[nn.Parameter, str]]:
@@ -183,12 +195,19 @@ class Replica:
     @property
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
+        if self._averaged is not None:
+            return not self._averaged.stepping or self._averaged.updated
         return self._number is None
 
     @property
     def exchanging(self) -> bool:
         """Whether a step is under way, whose exchange uses the communicator of all ranks."""
         return self._number is not None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter that is bound is trained now."""
+        return not any(p.requires_grad for p in self._binding.gradients.parameters)
 
     @property
     def reads(self) -> ReadMap | None:
@@ -211,7 +230,7 @@ class Replica:
     @property
     def added_to_kept(self) -> bool:
         """Whether a backward has added to a gradient of an earlier step, which no file has."""
-        return self._hooks is not None and self._hooks.added_to_kept
+        return isinstance(self._hooks, ReplicaHooks) and self._hooks.added_to_kept
 
     def begin_batch(self) -> None:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
@@ -229,12 +248,16 @@ class Replica:
         Args:
             number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
+                Where weights are averaged, by which the step counts in the merge.
             samples: global samples.
 
         Raises:
             ConfigError: the model or its optimizer has changed against a rule; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._averaged is not None:
+            self._averaged.begin(StepInfo(number, weight, samples))
+            return
         self._buffers.install()
         self.loaded = self._binder.loads.take()
         self._bind_anew_if_changed()
@@ -257,6 +280,10 @@ class Replica:
             ConfigError: the step broke a rule of the exchange; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._averaged is not None:
+            self.abandon()
+            self._averaged.synchronizer.end(update=True)
+            return
         self.stepped = self._number is None
         if not self.stepped:
             self._end_without_update()
@@ -267,7 +294,10 @@ class Replica:
         self._buffers.send()
 
     def abandon(self) -> None:
-        """Do nothing: a step that failed has no end, and no other follows in its generation."""
+        """Leave a step that failed: no other follows in its generation."""
+        if self._averaged is not None:
+            self._averaged.stepping = False  # the model may have the merged weights
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
 
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
@@ -285,18 +315,18 @@ class Replica:
         """
         if self._hooks is None or threading.get_ident() != self._thread:
             return
-        self._hooks.before_backward(alone=self._binder.alone)
+        self._binding.before_backward(alone=self._binder.alone)
         if not create_graph or self._binder.alone or self._number is None:
             return
         self._has_graphs |= not inputs
-        trained = self._hooks.gradients.parameters
+        trained = self._binding.gradients.parameters
         for given in inputs:
             node = getattr(given, "node", None)  # of a GradientEdge
             tensor = getattr(node, "variable", given)
             if isinstance(tensor, nn.Parameter) and tensor in trained:
                 raise ConfigError(
                     "torch.autograd.grad(…, create_graph=True) was called for the gradient of "
-                    f"{self._hooks.trained.names[tensor]} in step {self._number}: it is the one "
+                    f"{self._binding.trained.names[tensor]} in step {self._number}: it is the one "
                     "of this rank's samples, so what a loss makes of it would differ from that of "
                     "the global batch. Differentiate with respect to inputs; or, where each "
                     "sample or task has its own gradient, with respect to a copy, "
@@ -313,6 +343,9 @@ class Replica:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: gradients of backward passes inside stay here; one outside sends the sum."""
+        if self._averaged is not None:
+            yield
+            return
         self._binding.note_kept()
         self._binding.gradients.expect_none()
         self._binding.exchanging = False
@@ -324,10 +357,14 @@ class Replica:
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; then it may be changed.
 
+        Where weights are averaged, gradients are local, and nothing is done.
+
         Raises:
             ConfigError: no step runs.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._averaged is not None:
+            return
         if self._number is None:
             raise ConfigError(
                 "reduce() was called outside a step: call it within a step, after backward and "
@@ -354,14 +391,15 @@ class Replica:
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
-        if self._hooks is not None:
-            if self._watch.gap is Gap.UPDATES:
-                self._watch.end()
-            self._buffers.install()
-            self._hooks.settle()
-            if not self._settled and self._number is None:
-                self._when_settled = _versions(self._hooks.gradients.parameters)
-            self._settled = True
+        if self._hooks is None or self._averaged is not None:  # a worker's own are final
+            return
+        if self._watch.gap is Gap.UPDATES:
+            self._watch.end()
+        self._buffers.install()
+        self._binding.settle()
+        if not self._settled and self._number is None:
+            self._when_settled = _versions(self._binding.gradients.parameters)
+        self._settled = True
 
     def _settle_for_use(self) -> None:
         """Settle before a script uses the model or the optimizer's state."""
@@ -386,9 +424,13 @@ class Replica:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
         Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
-        the step ends without it; if the step fails before that, there is none.
+        the step ends without it; if the step fails before that, there is none. Of averaged weights,
+        the parameters of the last merge are copied at once, and nothing is held.
         """
-        self._copier = copier
+        if self._averaged is not None:
+            copier.copy_parameters(self.names, self._averaged.rounds.anchors())
+        else:
+            self._copier = copier
 
     def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.
@@ -400,6 +442,9 @@ class Replica:
         Returns:
             whether all its parameters are bound; others get rank 0's values in the next step.
         """
+        if self._averaged is not None:
+            self._averaged.copy_now(copier, own=own)
+            return True
         self.settle()
         trained = self._binder.trained()  # may be others than bound
         names = {**self._binding.trained.names, **trained.names}
@@ -422,17 +467,17 @@ class Replica:
 
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""
-        self._binding.synchronizer.settle(Weights.EQUAL)
+        self._bound.synchronizer.settle(Weights.EQUAL)
 
     def merge(self) -> None:
         """Settle, and let the weights have all ranks' steps; collective."""
-        self._binding.synchronizer.settle(Weights.MERGED)
+        self._bound.synchronizer.settle(Weights.MERGED)
 
     def drain(self) -> None:
         """End the exchange, once the peers have all that they need of this rank, or at a limit."""
         with suppress(CommError):  # a peer that has gone needs nothing
             self._buffers.install()
-        self._binding.synchronizer.close(drain=True)
+        self._bound.synchronizer.close(drain=True)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state, besides model and optimizer; collective.
@@ -455,7 +500,12 @@ class Replica:
         self._scale = scale
 
     def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Do nothing: `enter_generation` gets all that isn't in model and optimizer."""
+        """Note a snapshot that model and optimizer have, for `enter_generation`.
+
+        Args:
+            snapshot: its parts, whose memory stays as it is until then.
+        """
+        self._start = snapshot
 
     def leave_generation(self) -> None:
         """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.
@@ -465,6 +515,7 @@ class Replica:
         self._binder.leave()
         self._buffers.discard()
         self._hooks = None
+        self._averaged = None
         self._number = None
         self._copier = None
         self._forget_earlier_buffers()
@@ -490,10 +541,13 @@ class Replica:
             CommError: a rank was lost, or didn't come in time.
             RankStateError: the parts of all ranks together aren't the whole state.
         """
-        self._hooks, whole = self._binder.enter(parts)
+        start = self._start
+        self._start = {}
+        self._hooks, whole = self._binder.enter(parts, start)
         self._buffers.begin_generation()
-        self._when_settled = _versions(self._binding.gradients.parameters)
-        self._settled = True
+        if self._averaged is None:
+            self._when_settled = _versions(self._binding.gradients.parameters)
+            self._settled = True
         return whole
 
     def close(self) -> None:
@@ -516,16 +570,40 @@ class Replica:
         if same and plan is None:
             return
         self._hooks = self._binder.bind_anew(plan, same=same)
+        self._binding.exchanging = old.exchanging
+        self._binding.kept = old.kept
 
-    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
-        """Make the hooks of a binding; arguments as of `ReplicaHooks`."""
-        hooks = ReplicaHooks(*arguments)
+    def _make_hooks(
+        self,
+        trained: TrainedParameters,
+        buckets: Sequence[Bucket],
+        method: Method,
+        reads: ReadMap | None,
+    ) -> Binding:
+        """Make the hooks of a binding."""
+        self.rounds = method.rounds
+        if method.rounds is not None:
+            self._averaged = AveragedHooks(self._model, self._optimizer, trained, method.rounds)
+            return self._averaged
+        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
+        hooks = self._make_exchange_hooks(
+            self._model, trained, buckets, method, self._watch, reads, self._earlier
+        )
         hooks.buffers = self._buffers
         return hooks
 
+    def _make_exchange_hooks(self, *arguments: Any) -> ReplicaHooks:
+        return ReplicaHooks(*arguments)
+
+    @property
+    def _bound(self) -> Binding:
+        assert self._hooks is not None, "the replica is in no generation"
+        return self._hooks
+
     @property
     def _binding(self) -> ReplicaHooks:
-        assert self._hooks is not None, "the replica is in no generation"
+        """The hooks, where gradients are exchanged."""
+        assert isinstance(self._hooks, ReplicaHooks), "the replica is in no generation"
         return self._hooks
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
-from paceline.replica.averaged_replica import AVERAGE, WORKERS, AveragedReplica
+from paceline.replica.averaged_hooks import AVERAGE, WORKERS
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.state.checkpoint_choice import ancestors_of_start
@@ -150,9 +150,7 @@ class Start:
             return config
         return replace(config, bucket_mb=exchange.get(BUCKET_MB) or _EARLIER_MB)
 
-    def restore_exchange(
-        self, replica: Replica | AveragedReplica, pair: int = 0
-    ) -> tuple[str, ...]:
+    def restore_exchange(self, replica: Replica, pair: int = 0) -> tuple[str, ...]:
         """Restore the exchange's state, if there is any; return sentences for the user.
 
         Args:

@@ -253,7 +253,7 @@ class PartlyTrained(nn.Sequential):
 def test_weights_that_nobody_changed_do_not_travel(wire: str) -> None:
     def traffic(worker: Worker, _: Communicator) -> int:
         worker.train(range(4))
-        sizes = worker.replica._average._exchange.traffic
+        sizes = worker.replica.rounds._exchange.traffic
         return sum(sent for sent, _ in sizes)
 
     def make() -> nn.Module:

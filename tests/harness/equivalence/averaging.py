@@ -14,11 +14,13 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from paceline.algorithms.average import Averaging
-from paceline.algorithms.open_average import open_average
+from paceline.algorithms.method import Method
+from paceline.algorithms.open_average import open_average, size_of_buckets
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
-from paceline.replica.averaged_replica import AveragedReplica
+from paceline.replica.binder import ExchangePlan
+from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
@@ -231,7 +233,7 @@ class Worker:
         self.optimizer = task.make_optimizer(self.model)
         self.fragments: list[list[str]] = []
 
-        def make_weight_average(buckets: Sequence[Bucket]) -> Averaging:
+        def make_method(buckets: Sequence[Bucket]) -> Method:
             forward = list(reversed(buckets))
             sizes = [sum(p.nbytes for p in bucket.parameters) for bucket in forward]
             self.fragments = [
@@ -240,16 +242,11 @@ class Worker:
             ]
             statistics = RunningStatistics(self.model)
             average: Averaging = make(buckets, communicator, statistics, self.optimizer)
-            return average
+            return Method.by_rounds(average)
 
-        self.replica = AveragedReplica(
-            self.model,
-            self.optimizer,
-            run_of(communicator),
-            make_weight_average,
-            bucket_bytes=300,
-            fragments=task.average.fragments,
-        )
+        size = size_of_buckets(self.model.parameters(), 300, task.average.fragments)
+        plan = ExchangePlan(make_method=make_method, bucket_bytes=size, dense=True)
+        self.replica = Replica(self.model, self.optimizer, run_of(communicator), lambda: plan)
 
     def train(self, steps: range) -> None:
         """Make steps."""
