@@ -260,8 +260,9 @@ def _paceline(setting: Setting, training: Training, method: str) -> Way:
     numbers = count()
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        with replica.step(next(numbers), 1 / setting.ranks):
-            training.step(training.model, inputs, targets)
+        replica.begin(next(numbers), 1 / setting.ranks)
+        training.step(training.model, inputs, targets)
+        replica.end()
 
     period = 1 if average is None else average.phases[-1][1]
     return Way(step, finish=replica.settle, period=period)

@@ -111,14 +111,15 @@ def serve(setting: Saving) -> None:
     numbers, files = count(), count()
 
     def step() -> None:
-        with replica.step(next(numbers), 1 / setting.ranks):
-            training.step()
+        replica.begin(next(numbers), 1 / setting.ranks)
+        training.step()
+        replica.end()
 
     def save() -> None:
         replica.settle()
         if setting.rank == 0:
             snapshots, name = Snapshots(), SnapshotName("benchmark", next(files))
-            replica.take_snapshot_between_steps(StateCopier(snapshots, name, objects, {}))
+            replica.copy_now(StateCopier(snapshots, name, objects, {}))
             state = snapshots.state(name)
             entries = {**checkpoint_entries(state, objects), "position": {}}
             parameters = state[PARAMETERS]

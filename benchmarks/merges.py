@@ -133,8 +133,9 @@ def merge(setting: Setting, store: Store) -> Variant:
 
     @torch.no_grad()
     def step() -> None:
-        with replica.step(next(numbers), 1 / setting.ranks, setting.ranks):
-            torch._foreach_add_(list(model), 1e-3)
+        replica.begin(next(numbers), 1 / setting.ranks, setting.ranks)
+        torch._foreach_add_(list(model), 1e-3)
+        replica.end()
 
     return Variant(step=step, finish=replica.merge, result=list)
 
@@ -163,7 +164,7 @@ class Slowing:
         self._inputs = torch.randn(setting.batch, 3, 32, 32)
         self._targets = torch.randint(0, 10, (setting.batch,))
         self._setting, self._numbers, self.own = setting, count(), 0.0
-        of_merge = self._replica._average
+        of_merge = self._replica.rounds
         of_merge.begin = self._counted(of_merge.begin)  # type: ignore[method-assign]
         of_merge.end = self._counted(of_merge.end)  # type: ignore[method-assign]
 
@@ -188,19 +189,20 @@ class Slowing:
 
     def _steps(self) -> None:
         for _ in range(self._setting.every):
-            with self._replica.step(next(self._numbers), 1 / 2, 2):
-                self._train()
+            self._replica.begin(next(self._numbers), 1 / 2, 2)
+            self._train()
+            self._replica.end()
 
     def _train(self) -> None:
         F.cross_entropy(self._model(self._inputs), self._targets).backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _counted(self, function: Callable[..., bool | None]) -> Callable[..., bool | None]:
-        def counted(*arguments: object) -> bool | None:
+    def _counted(self, function: Callable[..., None]) -> Callable[..., None]:
+        def counted(*arguments: object, **options: object) -> None:
             start = time.thread_time()
             try:
-                return function(*arguments)
+                function(*arguments, **options)
             finally:
                 self.own += time.thread_time() - start
 

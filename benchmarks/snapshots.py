@@ -132,9 +132,10 @@ def serve(setting: Setting) -> None:
 
     def step(number: int) -> None:
         name = SnapshotName("token", number)
-        replica.snapshot_next_step(StateCopier(snapshots, name, objects, {"step": number}, spans))
-        with replica.step(number, 1 / setting.ranks):
-            training.step()
+        replica.copy_in_step(StateCopier(snapshots, name, objects, {"step": number}, spans))
+        replica.begin(number, 1 / setting.ranks)
+        training.step()
+        replica.end()
         snapshots.commit(name)
 
     step(next(numbers))

@@ -180,8 +180,9 @@ def paceline(
         numbers = count()
 
         def step() -> None:
-            with replica.step(next(numbers), 1 / setting.ranks):
-                training.step()
+            replica.begin(next(numbers), 1 / setting.ranks)
+            training.step()
+            replica.end()
 
         return Variant(step=step, finish=replica.settle, result=training.weights)
 

@@ -16,7 +16,6 @@ from paceline.comm.communicator import total
 from paceline.data.loader import Batch
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.precision import Precision
@@ -33,7 +32,7 @@ class Trainer:
     optimizer: Optimizer
     schedule: LRScheduler
     precision: Precision
-    replica: Replica | AveragedReplica
+    replica: Replica
     steps: Steps
     device: torch.device
     resources: ExitStack
@@ -92,16 +91,15 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         waited = round(1000 * batch.waited, 2)
         order = self.train.loader.order
-        with (
-            self.steps.step(batch.place, learning_rate=rate, wait_input_ms=waited) as sums,
-            self.small.in_step([self.model], order, len(batch.images)),
-        ):
+        sums = self.steps.begin(batch.place)
+        with self.small.in_step([self.model], order, len(batch.images)):
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
             add_scores(
                 sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
             )
             sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
+        self.steps.end(sums, learning_rate=rate, wait_input_ms=waited)
         self.schedule.step()
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:

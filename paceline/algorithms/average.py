@@ -30,11 +30,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket, ranges_of
 from paceline.algorithms.merged_momenta import MergedMomenta
+from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ServerLost
 from paceline.recorder import Recorder
+from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import MISSED, RankState
 
@@ -73,8 +76,11 @@ def weights_name(index: int) -> str:
     return f"the weights of bucket {index}"
 
 
-class WeightAverage:
-    """Weight averaging of one model: begins merges, exchanges them, and applies them when due.
+class Averaging:
+    """Synchronizer by weight averaging: begins merges, exchanges them, and applies them when due.
+
+    Gradients are local, so a step reads and sends nothing. The samples of a step count in the next
+    merge, also where no optimizer has stepped.
 
     Args:
         buckets: what is merged, one for each bucket of the exchange.
@@ -83,6 +89,7 @@ class WeightAverage:
         schedule: of the rounds.
         mix: the fraction of this worker's newer weights that a delayed merge retains; None: what
             the newer steps changed is added to the merged weights.
+        forgets: the optimizer whose state each merge resets; None: it stays.
         recorder: receives the spans `send`, `wait` and `update`, each with its bucket, the numbers
             of bytes `sent` and `received`, and the event `merge`.
         end_startup: called once, after the first merge.
@@ -106,6 +113,7 @@ class WeightAverage:
         schedule: Schedule,
         *,
         mix: float | None,
+        forgets: Optimizer | None,
         recorder: Recorder,
         end_startup: Callable[[], None],
         residuals: RankState | None = None,
@@ -116,9 +124,11 @@ class WeightAverage:
         self._of_model = {i: b for i, b in enumerate(buckets) if isinstance(b, MergedBucket)}
         self._fragments = [_Fragment(buckets=tuple(indices)) for indices in fragments]
         self._mix = mix
+        self._forgets = forgets
         self._recorder = recorder
         self.residuals = residuals
         self._end_startup: Callable[[], None] | None = end_startup
+        self._info = StepInfo(0, 0.0)
         self._step = 0  # the next one
         self._shows_anchor = False
         self._fresh = True  # no step was made, and nothing was restored
@@ -127,60 +137,75 @@ class WeightAverage:
         self.waited = 0.0
         self.last_round = (0, 0)
         self.ends: ServerLost | None = None
-        self.close = exchange.close
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: StepInfo) -> None:
         """Apply the merges that are due before a step; the model has this worker's own weights.
-
-        Returns:
-            whether there were any.
 
         Raises:
             ConfigError: the model was written while it had the merged weights.
             CommError: a peer was lost, or silent.
         """
         self._look()
-        self.hide_anchor()
+        self._hide_anchor()
         if self._fresh:
             self._fresh = False
             self._rebase_unequal()
-        self._step = step
-        due = self._schedule.applied_before(step)
+        self._info = step
+        self._step = step.number
+        due = self._schedule.applied_before(step.number)
         applied = [n for n in due if self._fragments[n].taken_after is not None]
         for number in applied:
             self._apply(number)
-        return bool(applied)
+        self._forget_momenta(merged=bool(applied))
 
-    def end(self, step: int, samples: float, of_all: int) -> None:
+    def before_read(self, bucket: Bucket) -> None:
+        """Wait for nothing: a worker's own weights are final after each update."""
+
+    def gradient_ready(self, bucket: Bucket) -> None:
+        """Send nothing."""
+
+    def end(self, *, update: bool) -> None:
         """Count the samples of a step, and take what is due after it.
-
-        Args:
-            step: its number.
-            samples: this worker's, in this step.
-            of_all: those of all workers, in this step.
 
         Raises:
             CommError: a peer was lost, or silent.
         """
-        self._step = step + 1
+        step = self._info
+        self._step = step.number + 1
         for fragment in self._fragments:
-            own, all_samples = fragment.samples
-            fragment.samples = own + samples, all_samples + of_all
-        for number in self._schedule.taken_after(step):
+            own, of_all = fragment.samples
+            fragment.samples = own + step.weight * step.samples, of_all + step.samples
+        for number in self._schedule.taken_after(step.number):
             self._take(number)
         self._left = self._present()
 
-    def merge(self) -> bool:
-        """Merge at once what was trained since the last merges; collective.
-
-        Returns:
-            whether there was something to merge.
+    def settle(self, weights: Weights = Weights.OWN) -> None:
+        """Let the model have this worker's own weights; or until the next step those of a merge.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            ConfigError: the model was written while it had the weights of a merge.
+            CommError: a peer was lost, or silent, in a merge.
         """
+        if weights is Weights.MERGED:
+            self._merge()
+        if weights is Weights.OWN:
+            self._hide_anchor()
+        else:
+            self._show_anchor()
+
+    def close(self, *, drain: bool = False) -> None:
+        """Close the exchange."""
+        if drain:
+            with suppress(CommError):  # a peer that has gone needs nothing
+                for fragment in self._fragments:
+                    self._receive(fragment)
+            self._exchange.drain()
+        self._exchange.close()
+
+    def _merge(self) -> None:
+        """Merge at once what was trained since the last merges; collective."""
         self._look()
-        self.hide_anchor()
+        self._hide_anchor()
         merges = self.unmerged
         for number, fragment in enumerate(self._fragments):
             if fragment.taken_after is not None:
@@ -191,7 +216,11 @@ class WeightAverage:
         for number in trained:
             self._apply(number)
         self._left = self._present()
-        return merges
+        self._forget_momenta(merged=merges)
+
+    def _forget_momenta(self, *, merged: bool) -> None:
+        if merged and self._forgets is not None:
+            self._forgets.state.clear()
 
     def rebase(self, written: Collection[Tensor]) -> None:
         """Let training begin anew with values that a script has loaded: they become the anchor.
@@ -254,7 +283,7 @@ class WeightAverage:
                 values[max(start, first) - first : max(min(stop, last), first) - first] = 0
             self.residuals.restore_local(state)
 
-    def show_anchor(self) -> None:
+    def _show_anchor(self) -> None:
         """Let the model have the weights of the last merge, until the next step; local."""
         if not self._shows_anchor:
             self._look()
@@ -264,12 +293,8 @@ class WeightAverage:
             for bucket in self._of_model.values():
                 bucket.watch()
 
-    def hide_anchor(self) -> None:
-        """Let the model have this worker's own weights again.
-
-        Raises:
-            ConfigError: the model was written in between.
-        """
+    def _hide_anchor(self) -> None:
+        """Let the model have this worker's own weights again."""
         if self._shows_anchor:
             self._shows_anchor = False
             for bucket in self._of_model.values():
@@ -282,13 +307,6 @@ class WeightAverage:
     def unmerged(self) -> bool:
         """Whether steps were made that the anchor doesn't have yet."""
         return any(f.samples[1] or f.taken_after is not None for f in self._fragments)
-
-    def drain(self) -> None:
-        """Return once the peers have all that they need of this rank, or within a limit."""
-        with suppress(CommError):  # a peer that has gone needs nothing
-            for fragment in self._fragments:
-                self._receive(fragment)
-        self._exchange.drain()
 
     def _take(self, number: int) -> None:
         fragment = self._fragments[number]
@@ -358,7 +376,7 @@ class WeightAverage:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        self.hide_anchor()
+        self._hide_anchor()
         for fragment in self._fragments:
             self._receive(fragment)
         residual = None if self.residuals is None else self.residuals.local(in_step=False)

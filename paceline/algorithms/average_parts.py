@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.average import Averaging
 from paceline.comm.communicator import Communicator, total
 from paceline.errors import RankStateError
 from paceline.reduce.rank_state import restore_parts
@@ -40,7 +40,7 @@ _HALF = 0.5  # of a sample: numbers of samples are sums of fractions
 
 
 def divide_state(
-    average: WeightAverage,
+    average: Averaging,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """Return (part, local, shared) between two steps; tensors are views of the state itself.
 
@@ -69,7 +69,7 @@ def divide_state(
 
 
 def restore_divided(
-    average: WeightAverage,
+    average: Averaging,
     parts: Sequence[Mapping[str, Any]],
     local: Mapping[str, Any],
     shared: Mapping[str, Any],

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from paceline.algorithms.synchronizer import STATISTICS, StepInfo, Weights
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
@@ -128,28 +129,25 @@ class DataParallel:
         self._exchange = exchange
         self._rule = rule
         self._statistics = statistics
-        self.drain = exchange.drain
         self.waited = 0.0
         self._end_startup = end_startup
         self._recorder = recorder or NullRecorder()
         self._awaited: dict[int, int] = {}  # by bucket, the version that is to be waited for
         self._sent: set[int] = set()  # buckets, in this step
-        self._step = 0
-        self._weight = 0.0
-        self._scale = 1.0
+        self._step = StepInfo(0, 0.0)
         self._ended = True  # what is awaited belongs to an ended step and may be installed
         self._reduced = self._exposing = False
 
-    def begin(self, step: int, weight: float, scale: float) -> None:
+    def begin(self, step: StepInfo) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
-        self.install_statistics()
+        self._install_statistics()
         self._step = step
-        self._weight = weight
-        self._scale = scale
         self._reduced = False
 
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
+        if bucket is STATISTICS:
+            self._install_statistics()
         while self._ended and bucket.index in self._awaited:
             if peek_interpreter_stack() is None:
                 self._wait_and_install(bucket)
@@ -163,7 +161,7 @@ class DataParallel:
             self._open()
         self._sent.add(bucket.index)
         gradients = [p.grad for p in bucket.parameters]
-        self._send(bucket.index, gradients, self._weight, f"bucket {bucket.index}")
+        self._send(bucket.index, gradients, f"bucket {bucket.index}")
 
     def complete(self) -> None:
         """Send the buckets that backward left incomplete."""
@@ -191,7 +189,7 @@ class DataParallel:
         self._begin_exchange()
         self._reduced = False
 
-    def expose_gradients(self, parameter: Tensor) -> None:
+    def expose(self, parameter: Tensor) -> None:
         """Settle, and keep the sums."""
         for bucket in self.buckets:
             names = [
@@ -208,12 +206,15 @@ class DataParallel:
         finally:
             self._exposing = False
 
-    def end(self) -> None:
+    def end(self, *, update: bool) -> None:
         """Send what backward didn't reach, and let the results be installed.
 
         If no forward ran since the last step, its update is still pending, with that step's
-        hyperparameters.
+        hyperparameters. Without an update the exchange is made all the same, as all ranks began it.
         """
+        if not update:
+            self._abandon()
+            return
         self.complete()
         returning = self._rule.end(reduced=self._reduced)
         self._awaited.update(returning)
@@ -224,8 +225,7 @@ class DataParallel:
         if self.immediate:
             self.settle()
 
-    def abandon(self) -> None:
-        """Drop the step's gradients, after the exchange that all ranks began."""
+    def _abandon(self) -> None:
         if not self._reduced:
             self.complete()
             self._rule.return_sums()
@@ -235,14 +235,14 @@ class DataParallel:
                 self._exchange.abandon(bucket.index, version)
         self._ended = True
 
-    def settle(self) -> None:
-        """Install what has been exchanged for the last ended step."""
+    def settle(self, weights: Weights = Weights.OWN) -> None:
+        """Install what has been exchanged for the last ended step: then replicas are equal."""
         if not self._ended:
             return
         self._wait_for_last_step()
-        self.install_statistics()
+        self._install_statistics()
 
-    def install_statistics(self) -> None:
+    def _install_statistics(self) -> None:
         """Install the running statistics' mean by samples, on all ranks between the same steps."""
         index = len(self.buckets)
         if self._ended and index in self._awaited:
@@ -250,17 +250,15 @@ class DataParallel:
             assert mean is not None  # some rank has samples
             self._statistics.install(mean)
 
-    def synchronize_replicas(self) -> None:
-        """Settle: replicas are equal between two steps."""
-        self.settle()
-
-    def wait_until_gradients_writable(self) -> None:
+    def wait_writable(self) -> None:
         """Settle, if the exchange still reads gradients."""
         if self._exchange.zero_copy:
             self.settle()
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = False) -> None:
         """Close the rule and the exchange."""
+        if drain:
+            self._exchange.drain()
         self._rule.close()
         self._exchange.close()
 
@@ -275,16 +273,17 @@ class DataParallel:
 
     def _begin_exchange(self) -> None:
         self._sent.clear()
-        self._exchange.begin(self._scale)
+        self._exchange.begin(self._step.scale)
         if self._statistics.flat is not None and not self.immediate:
             self._statistics.pack()
             flat = self._statistics.flat
-            self._send(len(self.buckets), [flat], self._weight, "running statistics")
+            self._send(len(self.buckets), [flat], "running statistics")
 
-    def _send(self, index: int, values: Sequence[Tensor | None], weight: float, name: str) -> None:
-        operation = f"{name} in step {self._step}"
+    def _send(self, index: int, values: Sequence[Tensor | None], name: str) -> None:
+        step = self._step
+        operation = f"{name} in step {step.number}"
         with self._recorder.span("send", bucket=index):
-            self._awaited[index] = self._exchange.send(index, values, weight, operation)
+            self._awaited[index] = self._exchange.send(index, values, step.weight, operation)
         sent, received = self._exchange.traffic[index]
         self._recorder.count("sent", sent)
         self._recorder.count("received", received)

@@ -174,7 +174,7 @@ class MergedBucket:
         Args:
             sums: (values,), the weighted mean of the workers' changes.
             steps: number of steps made since the values were taken.
-            mix: as of `WeightAverage`.
+            mix: as of `Averaging`.
         """
         mean = torch.add(self.anchor, sums, out=self.change)  # which is summed by now
         result = self._rule.merge(self.taken, self.anchor, mean, self.outer)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import Schedule, WeightAverage, weights_name
+from paceline.algorithms.average import Averaging, Schedule, weights_name
 from paceline.algorithms.merged_bucket import MergedBucket, make_buckets
 from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
@@ -28,7 +29,8 @@ def open_average(
     fragments: int = 1,
     mix: float | None = None,
     averaged: Optimizer | None = None,
-) -> WeightAverage:
+    forgets: Optimizer | None = None,
+) -> Averaging:
     """Open a window, and make what merges a model's weights over it; collective.
 
     Args:
@@ -38,8 +40,9 @@ def open_average(
         rule: merges each bucket.
         schedule: of the rounds.
         fragments: number of fragments.
-        mix: as of `WeightAverage`.
+        mix: as of `Averaging`.
         averaged: the optimizer whose momenta are averaged, too, unencoded; None: they stay.
+        forgets: the optimizer whose state each merge resets; None: it stays.
 
     Raises:
         ConfigError: there are more fragments than buckets, or the optimizer has no momenta.
@@ -63,16 +66,23 @@ def open_average(
     names = [(weights_name(index),) for index in range(len(merged))]
     options.recorder.event("buckets", parameters=[bucket.values.names for bucket in merged])
     opened = open_exchange(templates, names, specs, options, count=len(merged))
-    return WeightAverage(
+    return Averaging(
         merged,
         parts,
         opened.exchange,
         schedule,
         mix=mix,
+        forgets=forgets,
         recorder=options.recorder,
         end_startup=opened.end_startup,
         residuals=opened.residuals,
     )
+
+
+def size_of_buckets(parameters: Iterable[Tensor], limit: int, fragments: int) -> int:
+    """Return the bytes of a bucket: `limit`; less where a fragment would have no bucket."""
+    total = sum(p.nbytes for p in parameters if p.requires_grad)
+    return min(limit, max(1, total // fragments))
 
 
 def _fragments(

@@ -10,44 +10,60 @@ one generation of the world.
 
 from __future__ import annotations
 
-from typing import Protocol
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
 
+STATISTICS = Bucket(index=-1, param_group=-1, parameters=(), names=("the running statistics",))
+"""What `before_read` gets for BatchNorm's running statistics, which no parameter's bucket has."""
 
-class Synchronizer(Protocol):
-    """Protocol of gradient synchronization: the ranks' steps together equal one large-batch step.
+
+class StepInfo(NamedTuple):
+    """What a synchronizer gets to know of a step.
 
     Attributes:
-        buckets: the buckets of parameters whose gradients are exchanged.
-        state: state that a checkpoint must save in addition to model and optimizer, or None; either
-            all ranks have one or no rank does.
-        waited: seconds that the caller's thread has waited for peers so far.
-        immediate: whether `end` installs the step's result, for which no read then has to wait.
+        number: of the step, the same on all ranks.
+        weight: local samples / global samples, so that means over local slices add up to the mean
+            over the global batch; 0 for a rank whose share is empty.
+        samples: of all ranks.
+        scale: what the loss is multiplied by, the same on all ranks (loss scaling).
     """
 
-    buckets: tuple[Bucket, ...]
-    waited: float
-    immediate: bool
+    number: int
+    weight: float
+    samples: int = 1
+    scale: float = 1.0
 
-    @property
-    def state(self) -> RankState | None: ...
 
-    def begin(self, step: int, weight: float, scale: float) -> None:
-        """Start a step in which this rank's gradient counts with `weight`.
+class Weights(Enum):
+    """Weights that a model has once it is settled.
 
-        Args:
-            step: number of the step, the same on all ranks.
-            weight: local samples / global samples, so that means over local slices add up to the
-                mean over the global batch; 0 for a rank whose share is empty.
-            scale: what the loss is multiplied by, the same on all ranks (loss scaling).
-        """
+    Attributes:
+        OWN: this rank's, after the last step; local.
+        EQUAL: those that all ranks have alike; local. Averaged ones are those of the last merge.
+        MERGED: those that have all ranks' steps; collective.
+    """
+
+    OWN = auto()
+    EQUAL = auto()
+    MERGED = auto()
+
+
+class Synchronizer(Protocol):
+    """Protocol of synchronization: the ranks' steps together train one model."""
+
+    def begin(self, step: StepInfo) -> None:
+        """Start a step."""
 
     def before_read(self, bucket: Bucket) -> None:
         """Return once the bucket's parameters may be read; install what has arrived for them.
+
+        Args:
+            bucket: of parameters; or `STATISTICS`.
 
         Raises:
             PeerLost: a peer ended; CommTimeout: a wait timed out.
@@ -56,14 +72,38 @@ class Synchronizer(Protocol):
     def gradient_ready(self, bucket: Bucket) -> None:
         """Start to send the bucket's gradients, which backward has completed; never block."""
 
+    def end(self, *, update: bool) -> None:
+        """End the step: freeze its hyperparameters; from now on its result may be installed.
+
+        Args:
+            update: an optimizer has stepped. Otherwise (loss scaling skips one) the gradients are
+                dropped; all ranks do so or none.
+        """
+
+    def settle(self, weights: Weights = Weights.OWN) -> None:
+        """Make this rank's parameters and BatchNorm's running statistics final.
+
+        It waits for what is under way; but for `MERGED`, it starts nothing that other ranks must
+        start too.
+        """
+
+    def close(self, *, drain: bool = False) -> None:
+        """Release what the synchronizer holds; it writes no more. May be called again.
+
+        Args:
+            drain: first wait until the peers have all that they need of this rank, or for a limit.
+                Without it, no peer is waited for, and the peers lose this rank.
+        """
+
+
+class GradientAccess(Protocol):
+    """Protocol of gradients that are exchanged in a step, as a script may use them meanwhile."""
+
     def complete(self) -> None:
         """Send what backward didn't reach, as `end` does; the last update is installed before.
 
-        From now until `end` or `abandon`, the state is the one before this step's update.
+        From now until `end`, the state is the one before this step's update.
         """
-
-    def begin_again(self) -> None:
-        """Begin another exchange of the step, whose first gradients were reduced."""
 
     def reduce(self) -> None:
         """Wait, and make every parameter's `.grad` the mean over the global batch.
@@ -71,7 +111,10 @@ class Synchronizer(Protocol):
         The caller may look at it, clip or unscale it; the update then uses it as it is.
         """
 
-    def expose_gradients(self, parameter: Tensor) -> None:
+    def begin_again(self) -> None:
+        """Begin another exchange of the step, whose first gradients were reduced."""
+
+    def expose(self, parameter: Tensor) -> None:
         """Settle the last ended step, and make every `.grad` the mean over its global batch.
 
         Args:
@@ -81,36 +124,26 @@ class Synchronizer(Protocol):
             ConfigError: it isn't on this rank any more.
         """
 
-    def end(self) -> None:
-        """Freeze the step's hyperparameters; from now on its result may be installed."""
-
-    def abandon(self) -> None:
-        """End a step without an update (loss scaling skips one); all ranks do so or none."""
-
-    def settle(self) -> None:
-        """Make this rank's parameters and BatchNorm's running statistics final; local.
-
-        It waits for what is under way, and starts nothing that other ranks must start too.
-        """
-
-    def install_statistics(self) -> None:
-        """Install BatchNorm's running statistics of the last ended step; local, as `settle`."""
-
-    def synchronize_replicas(self) -> None:
-        """Settle, and make the replicas of all ranks equal; collective."""
-
-    def wait_until_gradients_writable(self) -> None:
+    def wait_writable(self) -> None:
         """Return once the gradients of the last ended step may be written.
 
         Raises:
-            PeerLost, CommTimeout: as `before_read`.
+            PeerLost, CommTimeout: as `Synchronizer.before_read`.
         """
 
-    def drain(self) -> None:
-        """Return once the peers have all that they need of this rank, or within a limit."""
 
-    def close(self) -> None:
-        """Release what the synchronizer holds, without waiting for a peer; it writes no more.
+class GradientSynchronizer(Synchronizer, GradientAccess, Protocol):
+    """Protocol of gradient synchronization: the steps together equal one large-batch step.
 
-        `drain` precedes it at a good end; otherwise the peers lose this rank.
-        """
+    Attributes:
+        state: state that a checkpoint must save in addition to model and optimizer, or None; either
+            all ranks have one or no rank does.
+        immediate: whether `end` installs the step's result, for which no read then has to wait.
+        waited: seconds that the caller's thread has waited for peers so far.
+    """
+
+    waited: float
+    immediate: bool
+
+    @property
+    def state(self) -> RankState | None: ...

@@ -22,7 +22,6 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.session.resume.edits import parameter_names
@@ -174,7 +173,7 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
     bound = world._bound
     run = world._run
     everything = [*earlier, *pairs]
-    replicas: list[Replica | AveragedReplica] = []
+    replicas: list[Replica] = []
     if len(everything) == 1:
         replicas.append(_replicate(pairs[0], world))
     else:
@@ -193,7 +192,7 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
     world._bind(replicas, everything)
 
 
-def _replicate(pair: Pair, world: World) -> Replica | AveragedReplica:
+def _replicate(pair: Pair, world: World) -> Replica:
     """Bind the only pair."""
     run = world._run
     session = world._session

@@ -110,7 +110,7 @@ class Rollback:
             return
         if self.steps is None or self._position.order is None:
             raise error
-        self.steps.recovery.leave_generation(error)
+        self.steps.lose(error)
         self._in_step = in_step
         self.error = error
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError, many
 from paceline.generation.run import Run
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
@@ -47,16 +46,44 @@ ALIKE = (
 """What to do where ranks iterate differently over a training loader."""
 
 
-@dataclass
-class ActiveStep:
-    """Step of a script's loop.
+class ScriptStep:
+    """Block of a step in a script's loop; `World.step` makes it.
+
+    Args:
+        loop: the loop.
+        samples, weight: as of `World.step`.
 
     Attributes:
         done: whether the step was made. If a peer is lost, its block ends early, and the loader
             yields the batch again.
     """
 
-    done: bool = False
+    def __init__(self, loop: ScriptLoop, samples: int | None, weight: float | None) -> None:
+        self._loop = loop
+        self._samples = samples
+        self._weight = weight
+        self.done = False
+
+    def __enter__(self) -> Self:
+        self._loop.begin_step(self._samples, self._weight)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
+        lost = self._loop.end_step(error)
+        self.done = error is None and lost is None
+        return lost is not None
+
+
+@dataclass
+class _StepUnderWay:
+    """What the end of a step needs of its begin."""
+
+    batch_slice: BatchSlice
+    earlier: Sequence[BatchSlice]  # trained by this step, too
+    sums: Tensor
+    small: AbstractContextManager[None]  # the watch for small slices
 
 
 class ScriptLoop:
@@ -108,6 +135,7 @@ class ScriptLoop:
                 "sync_bn=True to paceline.parallelize()",
             ),
         )
+        self._under_way: _StepUnderWay | None = None
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
@@ -121,9 +149,7 @@ class ScriptLoop:
         self._position.use_sums(self.meters.names)
         self.meters.begin(steps)
 
-    def refuse_outside(
-        self, optimizer: Optimizer, replica: Replica | AveragedReplica
-    ) -> Callable[[], None]:
+    def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
         """Refuse updates without an exchange before them; return what undoes that."""
         step = optimizer.step
 
@@ -158,65 +184,116 @@ class ScriptLoop:
         """The number of the active step, or of the last one; 0 before the first one."""
         return max(0, self._position.position.number - (self._repeats or not self._in_step))
 
-    def step(self, samples: int | None, weight: float | None) -> AbstractContextManager[ActiveStep]:
+    def step(self, samples: int | None, weight: float | None) -> AbstractContextManager[ScriptStep]:
         """Make a step; as `World.step`."""
-        step = self._step(samples, weight)
+        step = ScriptStep(self, samples, weight)
         return self._interruptible(step) if self._end.interactive else step
 
     @contextmanager
-    def _interruptible(self, step: AbstractContextManager[ActiveStep]) -> Iterator[ActiveStep]:
-        with self._end.saved_if_interrupted(self.save_interrupted), step as active:
-            yield active
+    def _interruptible(self, step: ScriptStep) -> Iterator[ScriptStep]:
+        with self._end.saved_if_interrupted(self.save_interrupted), step:
+            yield step
 
-    @contextmanager
-    def _step(self, samples: int | None, weight: float | None) -> Iterator[ActiveStep]:
+    def begin_step(self, samples: int | None, weight: float | None) -> None:
+        """Begin a step, which `end_step` ends.
+
+        Where a peer is lost here, or was in an earlier step of the same batch, the step's block
+        runs on a plain model.
+
+        Raises:
+            PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
+        """
         if self._position.several and self.rollback.error is not None:
-            with suppress(CommError):  # a peer was lost in an earlier step of the same batch
-                yield ActiveStep()
             return
         try:
             steps = self.require_between_steps("world.step()")
-            step = ActiveStep()
-            entered = False
-            try:
-                self._repeats = repeats = self._position.repeats
-                batch_slice, earlier = self._position.next_slice(samples, weight)
-                self._fix_meters(steps)
-                if not self.begun:
-                    self._begin()
-                    self.begun = True
-                self._in_step = self._failed = True
-                order = self._position.order
-                own = batch_slice.computed
-                with (
-                    steps.continue_step(batch_slice) if repeats else steps.step(batch_slice)
-                ) as sums:
-                    entered = True
-                    with self._small.in_step(self.models, order, own.stop - own.start):
-                        yield step
-                        self._require_no_loss()
-                    if sums is not None:
-                        self.meters.take(sums)
-            except CommError as error:
-                self.rollback.lose(error, in_step=True)
-                self._failed = False
-                if not entered:
-                    with suppress(CommError):  # of the first use of the exchange
-                        yield step
-                return
-            finally:
-                self._in_step = False
-            self._failed = False
-            step.done = True
-            self._record(earlier, steps.generation)
-            self._position.mark_trained(None if self._position.order is None else batch_slice)
-            self._report_written()
-        except (PacelineError, Stop) as error:
+        except PacelineError as error:
             self._end.leave(error)
+        try:
+            self._begin_step(steps, samples, weight)
+        except BaseException as error:
+            if self._leave_step(error) is None:
+                raise
+            self._in_step = True  # its block still runs
+
+    def _begin_step(self, steps: Steps, samples: int | None, weight: float | None) -> None:
+        self._repeats = self._position.repeats
+        batch_slice, earlier = self._position.next_slice(samples, weight)
+        self._fix_meters(steps)
+        if not self.begun:
+            self._begin()
+            self.begun = True
+        self._in_step = True
+        self._failed = True
+        own = batch_slice.computed
+        sums = steps.begin(batch_slice, further=self._repeats)
+        small = self._small.in_step(self.models, self._position.order, own.stop - own.start)
+        small.__enter__()
+        self._under_way = _StepUnderWay(batch_slice, earlier, sums, small)
+
+    def end_step(self, error: BaseException | None) -> CommError | None:
+        """End the step; return the loss that has ended it early, if there was one.
+
+        Args:
+            error: what has ended the step's block; None: the block is complete.
+
+        Raises:
+            PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
+        """
+        ended = error
+        step = self._under_way
+        self._under_way = None
+        try:
+            if step is not None:  # otherwise a peer was lost before the block
+                ended = self._end_step(step, error)
+        except BaseException as raised:
+            ended = raised
+        self._in_step = False
+        lost = None if ended is None else self._leave_step(ended)
+        if ended is not error and lost is None:
+            assert ended is not None
+            raise ended
+        return lost
+
+    def _end_step(self, step: _StepUnderWay, error: BaseException | None) -> BaseException | None:
+        """End the step under way; return its block's error, or that of a loss inside."""
+        assert self.steps is not None
+        error = error or self.rollback.error
+        if error is not None:
+            step.small.__exit__(type(error), error, error.__traceback__)
+            return error
+        step.small.__exit__(None, None, None)
+        if not self._repeats:
+            self.meters.take(step.sums)
+        self.steps.end(step.sums)
+        self._failed = False
+        self._record(step.earlier, self.steps.generation)
+        self._position.mark_trained(None if self._position.order is None else step.batch_slice)
+        self._report_written()
+        return None
+
+    def _leave_step(self, error: BaseException) -> CommError | None:
+        """Leave a step that an error has ended; return the loss where the step is made again.
+
+        Raises:
+            PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
+        """
+        self._in_step = False
+        if self.steps is not None:
+            self.steps.abandon()
+        if isinstance(error, CommError):
+            with self._end.exit_on_stop():
+                self.rollback.lose(error, in_step=True)
+            self._failed = False  # the loader yields the batch again
+            return error
+        if isinstance(error, PacelineError | Stop):
+            self._end.leave(error)
+        return None
 
     def _report_written(self) -> None:
         """Report once that weights were written between two steps of a run that averages them."""
-        written = isinstance(self.replica, AveragedReplica) and self.replica.written
+        rounds = None if self.replica is None else self.replica.rounds
+        written = rounds is not None and rounds.written
         if written and not self._reported_written and self._run.leads:
             print_message_for_scripts(
                 "the model's weights were written between two steps, other than by "
@@ -438,7 +515,8 @@ class ScriptLoop:
                 with suppress(CommError):  # a peer has gone before its own update
                     self.replica.settle()
             return
-        if isinstance(self.replica, AveragedReplica) and self.replica.never_merged and self.begun:
+        rounds = None if self.replica is None else self.replica.rounds
+        if rounds is not None and rounds.unmerged and rounds.last_round == (0, 0) and self.begun:
             self._note_without_merge()
         completed = self.begun and self._position.at_end and not self._position.unfinished
         with errors_name_arguments():

@@ -33,7 +33,7 @@ from paceline.api.cell_errors import CellErrors
 from paceline.api.meter import Meter
 from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
-from paceline.api.script_loop import ActiveStep, ScriptLoop
+from paceline.api.script_loop import ScriptLoop, ScriptStep
 from paceline.api.session import Session
 from paceline.api.tracked import TRACKED, Tracked
 from paceline.api.world_end import WorldEnd
@@ -43,9 +43,7 @@ from paceline.comm.communicator import require_same_call, total
 from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.generation.run import Run
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import ReplicaGroup
-from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.checksums import code_of
@@ -147,7 +145,7 @@ class World:
 
     def step(
         self, samples: int | None = None, *, weight: float | None = None
-    ) -> AbstractContextManager[ActiveStep]:
+    ) -> AbstractContextManager[ScriptStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
@@ -202,7 +200,7 @@ class World:
             CommError: a peer is lost or silent.
         """
         replica = self._loop.require_replica("world.reduce()")
-        if isinstance(replica, AveragedReplica):
+        if replica.rounds is not None:
             raise ConfigError(
                 'world.reduce() was called, but with sync="average" gradients are local: clip or '
                 "unscale them without it."
@@ -250,7 +248,7 @@ class World:
         assert replica is not None
 
         def merge() -> Tensor:
-            if isinstance(replica, AveragedReplica):
+            if replica.rounds is not None:
                 communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
             replica.merge()
@@ -372,8 +370,9 @@ class World:
         self._tracked.add({**self._tracked.default_names(objects), **named})
         with errors_name_arguments():  # a new scheduler has reset the optimizers' rates
             self._start.restore({pair.entries[1]: pair.optimizer for pair in self._pairs})
-        if isinstance(self._loop.replica, AveragedReplica):
-            self._start.restore_optimizer(self._loop.replica)
+        if self._loop.replica is not None and self._loop.replica.rounds is not None:
+            workers = self._run.context.along("data")
+            self._start.restore_optimizer(self._pairs[0].optimizer, workers)
 
     def log(self, **values: float | Tensor) -> None:
         """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
@@ -484,11 +483,9 @@ class World:
 
     def _note_unmerged(self) -> None:
         """Print a note on rank 0 if the merged weights lack the last steps."""
-        replica = self._loop.replica
+        rounds = None if self._loop.replica is None else self._loop.replica.rounds
         stopped = self._session.signals.status != 0
-        if not isinstance(replica, AveragedReplica) or stopped or self.rank > 0:
-            return
-        if replica.unmerged:
+        if rounds is not None and rounds.unmerged and not stopped and self.rank == 0:
             print_message_for_scripts(
                 "the merged weights lack the steps since the last merge: call world.merge() after "
                 "the last step."
@@ -577,21 +574,20 @@ class World:
             return ""
         return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
 
-    def _bind(self, replicas: Sequence[Replica | AveragedReplica], pairs: Sequence[Pair]) -> None:
+    def _bind(self, replicas: Sequence[Replica], pairs: Sequence[Pair]) -> None:
         """Make steps of these models and optimizers from now on; for each pair its replica."""
         session = self._session
         for one, pair in zip(replicas, pairs, strict=True):
             self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
-            if isinstance(one, Replica):
-                one.on_loss = self._loop.lose_between_steps
-        grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
-        replica = ReplicaGroup(grouped) if grouped else replicas[0]
+            one.on_loss = self._loop.lose_between_steps
+        several = len(replicas) > 1
+        replica = ReplicaGroup(replicas) if several else replicas[0]
         self._loop.replica = replica
         self._pairs = list(pairs)
         self._loop.models = [pair.model for pair in pairs if pair.scope.first]
-        self._position.several = bool(grouped)
+        self._position.several = several
         output = session.output
-        averaged = isinstance(replica, AveragedReplica)
+        averaged = replica.rounds is not None
         if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
@@ -654,7 +650,7 @@ class World:
         return DurableFiles(self._run.membership.frames, self._backup, folder)
 
     def _durable_start(
-        self, objects: StateObjects, replicas: Sequence[Replica | AveragedReplica]
+        self, objects: StateObjects, replicas: Sequence[Replica]
     ) -> DurableStart | None:
         """Return what goes back to the durable state; None without a run folder."""
         session = self._session

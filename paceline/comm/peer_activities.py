@@ -31,14 +31,19 @@ class PeerActivities:
 
     longest = 0.0
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Report that this rank is in a step for as long as the block lasts.
+    def begin_step(self, number: int) -> None:
+        """Report that this rank is in a step, until `end_step`.
 
         Args:
             number: the step's number.
         """
-        yield
+
+    def end_step(self, *, done: bool) -> None:
+        """Report that this rank has left its step.
+
+        Args:
+            done: the step was made.
+        """
 
     @contextmanager
     def call(self, call: str, *, checked: bool = True, remedy: str = "") -> Iterator[None]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import (
     Communicator,
     broadcast_all,
@@ -27,34 +27,33 @@ from paceline.comm.communicator import (
 )
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
-from paceline.reduce.rank_state import OPTIMIZER, restore_parts
+from paceline.reduce.rank_state import OPTIMIZER
+from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.load_watch import LoadWatch
 from paceline.replica.read_tracing import ReadMap
-from paceline.replica.state.earlier_buffers import EarlierBuffers
-from paceline.replica.trained_parameters import WHOLE, Fingerprint, Scope, TrainedParameters
-from paceline.update.parameter_watch import ParameterWatch
+from paceline.replica.trained_parameters import Fingerprint, Scope, TrainedParameters
 from paceline.update.updater import is_bucketwise
 
-MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
-MakeHooks = Callable[
-    [nn.Module, TrainedParameters, Synchronizer, ParameterWatch, ReadMap | None, EarlierBuffers],
-    ReplicaHooks,
-]
+MakeMethod = Callable[[Sequence[Bucket]], Method]
+Binding = ReplicaHooks | AveragedHooks
+MakeHooks = Callable[[TrainedParameters, Sequence[Bucket], Method, ReadMap | None], Binding]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-    """Exchange plan: a factory of synchronizers, and a bucket size.
+    """Exchange plan: a factory of methods, and a bucket size.
 
     Attributes:
-        make_synchronizer: makes a synchronizer for given buckets.
+        make_method: makes a method for given buckets; collective.
         bucket_bytes: approximate size of a bucket in bytes.
+        dense: gradients don't travel, so a parameter with row-sparse ones is in a common bucket.
     """
 
-    make_synchronizer: MakeSynchronizer
+    make_method: MakeMethod
     bucket_bytes: int
+    dense: bool = False
 
 
 class ReplicaBinder:
@@ -67,8 +66,6 @@ class ReplicaBinder:
         purpose: of the group by which they become so.
         first_plan: called at the start and when a generation is entered; returns the exchange to
             begin with.
-        watch: of the trained parameters.
-        earlier: the buffers before the next step's batches.
         settle: settles the replica; called before a state dict is made or loaded.
         scope: what the replica has of its model.
         make_hooks: makes the hooks of a binding.
@@ -91,11 +88,10 @@ class ReplicaBinder:
         run: Run,
         purpose: str,
         first_plan: Callable[[], ExchangePlan],
-        watch: ParameterWatch,
-        earlier: EarlierBuffers,
+        *,
         settle: Callable[[], None],
-        scope: Scope = WHOLE,
-        make_hooks: MakeHooks = ReplicaHooks,
+        scope: Scope,
+        make_hooks: MakeHooks,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -104,8 +100,6 @@ class ReplicaBinder:
         self._first_plan = first_plan
         self._scope = scope
         self._make_hooks = make_hooks
-        self._watch = watch
-        self._earlier = earlier
         self._settle = settle
         self._plan = first_plan()
         self._state_hooks = ExitStack()
@@ -115,13 +109,13 @@ class ReplicaBinder:
         self.alone = False
         self.divides_optimizer = False
         self.loads = LoadWatch(model)
-        self.hooks: ReplicaHooks | None = None
+        self.hooks: Binding | None = None
 
     def trained(self) -> TrainedParameters:
         """List the present parameters; raises as `bind`."""
         return TrainedParameters.of(self._model, self._optimizer, self._scope)
 
-    def bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
+    def bind(self, known: set[Tensor], reads: ReadMap | None = None) -> Binding:
         """Bind the present parameters; collective.
 
         Args:
@@ -136,21 +130,19 @@ class ReplicaBinder:
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._ranks, fresh, "the broadcast of rank 0's weights")
         size = self._plan.bucket_bytes
-        buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
-        synchronizer = self._plan.make_synchronizer(buckets)
+        rows = frozenset[nn.Parameter]() if self._plan.dense else trained.row_sparse
+        buckets = partition(trained.names, trained.groups, size, rows)
+        method = self._plan.make_method(buckets)
         self.alone = self._ranks.world_size == 1
         self.bindings += 1
-        self.stateful = synchronizer.state is not None
-        own = synchronizer.state
+        own = method.state
+        self.stateful = own is not None or method.rounds is not None
         self.divides_optimizer = own is not None and OPTIMIZER in own.local(in_step=False)
         self.bucketwise = is_bucketwise(self._optimizer)
-        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
-        self.hooks = self._make_hooks(
-            self._model, trained, synchronizer, self._watch, reads, self._earlier
-        )
+        self.hooks = self._make_hooks(trained, buckets, method, reads)
         return self.hooks
 
-    def bind_anew(self, plan: ExchangePlan | None, *, same: bool) -> ReplicaHooks:
+    def bind_anew(self, plan: ExchangePlan | None, *, same: bool) -> Binding:
         """Settle, and bind the present parameters; collective. New ones get rank 0's values.
 
         Args:
@@ -161,14 +153,11 @@ class ReplicaBinder:
         self._plan = plan or self._plan
         stateful = self.stateful
         state = self.state()
-        old.synchronizer.drain()
-        self.unbind()
+        self.unbind(drain=True)
         new = self.bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
             self.restore(broadcast_state(self._ranks, state, what))
-        new.exchanging = old.exchanging
-        new.kept = old.kept
         self.settle_before_states()
         return new
 
@@ -204,8 +193,16 @@ class ReplicaBinder:
             self.unbind()
             self.hooks = None
 
-    def enter(self, parts: Sequence[Mapping[str, Any]] | None) -> tuple[ReplicaHooks, bool]:
+    def enter(
+        self,
+        parts: Sequence[Mapping[str, Any]] | None,
+        snapshot: Mapping[str, Mapping[Any, Any]],
+    ) -> tuple[Binding, bool]:
         """Bind in the next generation; as `Replica.enter_generation`.
+
+        Args:
+            parts: as of that.
+            snapshot: what `Replica.begin_from` got.
 
         Returns:
             the binding, and whether all of the parts was restored.
@@ -215,24 +212,24 @@ class ReplicaBinder:
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()
-        own = bound.synchronizer.state
-        if parts is None:
-            return bound, True
-        return bound, restore_parts(own, parts, self._ranks)
+        return bound, parts is None or bound.enter(parts, snapshot, self._ranks)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""
         self._settle()
-        state = self._bound.synchronizer.state
-        return None if state is None else state.gather(self._ranks)
+        return self._bound.gather(self._ranks)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
-        own = self._bound.synchronizer.state
-        return own is not None and own.restore(state)
+        return self._bound.restore(state, self._ranks)
 
     def settle_before_states(self) -> None:
-        """Settle before each state dict of the model and the optimizer is made or loaded."""
+        """Settle before each state dict of the model and the optimizer is made or loaded.
+
+        Averaged weights need nothing settled: their hooks show those of the last merge.
+        """
+        if self._bound.rounds is not None:
+            return
         settle_first = LiveHook(lambda *_: self._settle())
         before_load = LiveHook(self._before_load)
         targets: list[Any] = [*self._model.modules(), self._optimizer]
@@ -250,10 +247,10 @@ class ReplicaBinder:
         elif self.divides_optimizer:
             self.loads.before_optimizer(state)
 
-    def unbind(self) -> None:
-        """Remove all hooks and close the synchronizer, without a wait."""
+    def unbind(self, *, drain: bool = False) -> None:
+        """Remove all hooks and close the synchronizer; without a wait, unless it drains."""
         if self.hooks is not None:
-            self.hooks.close()
+            self.hooks.close(drain=drain)
         self._state_hooks.close()
 
     @property
@@ -261,6 +258,6 @@ class ReplicaBinder:
         return self._run.context.group("data", self._purpose)
 
     @property
-    def _bound(self) -> ReplicaHooks:
+    def _bound(self) -> Binding:
         assert self.hooks is not None, "the replica is in no generation"
         return self.hooks

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.replica.averaged_replica import AveragedReplica
-from paceline.replica.grouped_replica import GroupedReplica
+from paceline.algorithms.average import Averaging
 from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
 from paceline.replica.state.copier import StateCopier
@@ -31,9 +30,9 @@ class ReplicaGroup:
             state is in a mapping by its index, as text.
     """
 
-    averaged = False
+    rounds: Averaging | None = None
 
-    def __init__(self, replicas: Sequence[GroupedReplica]) -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
 
     @property
@@ -94,13 +93,18 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.discard_batches()
 
-    @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step of all replicas; as `Replica.step`."""
-        with ExitStack() as steps:
-            for replica in self.replicas:
-                steps.enter_context(replica.step(number, weight))
-            yield
+    def begin(self, number: int, weight: float, samples: int = 1) -> None:
+        """Begin a step of all replicas; as `Replica.begin`."""
+        for replica in self.replicas:
+            replica.begin(number, weight)
+
+    def end(self) -> None:
+        """End the step of all replicas; as `Replica.end`."""
+        for replica in reversed(self.replicas):
+            replica.end()
+
+    def abandon(self) -> None:
+        """Do nothing, as `Replica.abandon`."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,15 +135,15 @@ class ReplicaGroup:
         """As `Replica.unwritten`, of all replicas."""
         return all(replica.unwritten for replica in self.replicas)
 
-    def snapshot_next_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, of all replicas."""
         for replica, own in zip(self.replicas, copier.pairs(), strict=True):
-            replica.snapshot_next_step(own)
+            replica.copy_in_step(own)
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; as `Replica`."""
         each = zip(self.replicas, copier.pairs(), strict=True)
-        bound = [replica.take_snapshot_between_steps(own) for replica, own in each]
+        bound = [replica.copy_now(own) for replica, own in each]
         return all(bound)
 
     def synchronize_replicas(self) -> None:
@@ -167,6 +171,9 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.follow(scale)
 
+    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Do nothing, as `Replica.begin_from`."""
+
     def leave_generation(self) -> None:
         """Leave the generation with all replicas."""
         for replica in self.replicas:
@@ -183,5 +190,5 @@ class ReplicaGroup:
         return all(whole)
 
 
-AnyReplica = Replica | ReplicaGroup | AveragedReplica
+AnyReplica = Replica | ReplicaGroup
 """The replica of one model and optimizer, or the group of several."""

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.algorithms.synchronizer import StepInfo
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
@@ -51,18 +52,17 @@ class GroupedHooks(ReplicaHooks):
         self._rested = self.exchanged = False
         self._share = 0.0  # of the step's samples
         super().__init__(*arguments)
-        self.install_statistics = self._install_statistics
 
-    def begin(self, number: int, weight: float, scale: float) -> None:
+    def begin(self, step: StepInfo) -> None:
         """Start a step."""
-        self._install_statistics()
+        self.install_statistics()
         self.exchanged = False
-        self._share = weight
-        super().begin(number, weight, scale)
+        self._share = step.weight
+        super().begin(step)
 
     def settle(self) -> None:
         """Settle, the running statistics too."""
-        self._install_statistics()
+        self.install_statistics()
         super().settle()
 
     def rest(self) -> None:
@@ -85,13 +85,14 @@ class GroupedHooks(ReplicaHooks):
         if self._statistics is not None:
             self._statistics.exchange(self._share)
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = False) -> None:
         """Remove the hooks and close the synchronizer."""
-        super().close()
+        super().close(drain=drain)
         if self._statistics is not None:
             self._statistics.close()
 
-    def _install_statistics(self) -> None:
+    def install_statistics(self) -> None:
+        """Install the model's running statistics, which this replica may have."""
         if self._statistics is not None:
             self._statistics.install()
 
@@ -143,11 +144,6 @@ class GroupedReplica(Replica):
         """The model, of which other replicas may train other parameters."""
         return self._model
 
-    @property
-    def frozen(self) -> bool:
-        """Whether no parameter that is bound is trained now."""
-        return not any(p.requires_grad for p in self._own_binding.gradients.parameters)
-
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; as `Replica.reduce`."""
         if self.ended and self._watch.left:
@@ -161,18 +157,16 @@ class GroupedReplica(Replica):
         super().reduce()
 
     def drain(self) -> None:
-        """Return once the peers have everything that they need from this rank, or after a limit."""
+        """End the exchange; as `Replica.drain`."""
         with suppress(CommError):  # a peer that has gone needs nothing
             self._own_binding.install_statistics()
         super().drain()
 
-    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
+    def _make_exchange_hooks(self, *arguments: Any) -> ReplicaHooks:
         statistics = None
         if self._has_buffers:
             statistics = ModelStatistics(self._model, self._run, self._gradients)
-        hooks = GroupedHooks(statistics, *arguments)
-        hooks.buffers = self._buffers
-        return hooks
+        return GroupedHooks(statistics, *arguments)
 
     @property
     def _own_binding(self) -> GroupedHooks:
@@ -194,7 +188,7 @@ class GroupedReplica(Replica):
         with self._watch.paused():
             if (copier := binding.copier) is not None:
                 self.settle()
-                copier.end(binding.synchronizer.state, in_step=False)
+                copier.end(binding.state, in_step=False)
                 binding.copier = None
             binding.rest()
         self._number = None

@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.method import Method
+from paceline.algorithms.synchronizer import STATISTICS, StepInfo
+from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.rank_state import restore_parts
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.hook_guard import HookGuard
@@ -49,43 +52,56 @@ class ReplicaHooks:
     Args:
         model: the model.
         trained: its trained parameters.
-        synchronizer: of their gradients.
+        buckets: the buckets of the parameters whose gradients are exchanged.
+        method: exchanges them.
         watch: of the trained parameters.
         reads: which modules read which parameters, if that was traced before.
         earlier: the buffers before the next step's batches.
 
     Attributes:
         trained: the trained parameters.
+        buckets: as given.
         synchronizer: the synchronizer of their gradients.
+        access: the access to these gradients.
+        state: what this rank alone has, if anything.
+        immediate: whether no update is ever pending.
         gradients: the gradients of the current step.
         exchanging: whether gradients are sent as soon as they are complete; otherwise, they
             accumulate.
         reads: which modules read which parameters; None until the first step has traced the reads.
         copier: copies the state before the current step, if a snapshot is taken in it.
         kept: the gradients that the script keeps after a step.
+        rounds: None: weights are equal between two steps.
         added_to_kept: whether a backward has added to a gradient of an earlier step.
         buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
     """
 
+    rounds = None
     buffers: BufferBroadcast | None = None
 
     def __init__(
         self,
         model: nn.Module,
         trained: TrainedParameters,
-        synchronizer: Synchronizer,
+        buckets: Sequence[Bucket],
+        method: Method,
         watch: ParameterWatch,
         reads: ReadMap | None,
         earlier: EarlierBuffers,
     ) -> None:
         self.trained = trained
-        self.synchronizer = synchronizer
+        assert method.gradients is not None
+        self.buckets = tuple(buckets)
+        self.synchronizer = method.synchronizer
+        self.access = method.gradients
+        self.state = method.state
+        self.immediate = method.immediate
         self._watch = watch
         self._earlier = earlier
         self._watches_backward = False
         self._hooked: dict[int, nn.Parameter] = {}  # by index, the parameters with hooks
         self._versions: list[int] = []  # theirs, when a backward reached the first one
-        self.gradients = StepGradients(synchronizer.buckets)
+        self.gradients = StepGradients(self.buckets)
         self._frozen = [p for p in trained.groups if p not in self.gradients.parameters]
         self.kept = KeptGradients()
         self._weight = 1.0
@@ -101,7 +117,6 @@ class ReplicaHooks:
         self._waits = ExitStack()  # closed, it removes the waits from the model
         self._handles: list[RemovableHandle] = []
         self._hook_guard = HookGuard(list(self.gradients.parameters), self.gradients.names)
-        self.install_statistics = synchronizer.install_statistics
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
         if reads is not None:
@@ -111,12 +126,13 @@ class ReplicaHooks:
             self._wait_in(registering_modules(model))
             self._tracer = ReadTracer(model)
 
-    def begin(self, number: int, weight: float, scale: float) -> None:
+    def begin(self, step: StepInfo) -> None:
         """Start a step."""
+        weight = step.weight
         self._running = True
         self.copier = None  # one that a failed step left is given up
         self._reading = False
-        self._left.update(self.synchronizer.buckets)
+        self._left.update(self.buckets)
         self._watches_backward = False
         if self.kept.shown:
             self._hide_means()
@@ -124,10 +140,10 @@ class ReplicaHooks:
             self._rescale_kept(weight)
         changed = (weight == 1) is not (self._weight == 1)
         self._weight = weight
-        if changed and self.synchronizer.immediate and self.reads is not None:
+        if changed and self.immediate and self.reads is not None:
             self._hook_gradients(self._hook_of(self.reads))
-        self.gradients.begin(number)
-        self.synchronizer.begin(number, weight, scale)
+        self.gradients.begin(step.number)
+        self.synchronizer.begin(step)
 
     def begin_snapshot(
         self,
@@ -148,21 +164,21 @@ class ReplicaHooks:
         with self._watch.paused():
             copier.begin(names, self.gradients.parameters, self._earlier.values)
             if settled or self._tracer is not None:  # which would take the copies for reads
-                copier.copy_buckets(self.synchronizer.buckets)
+                copier.copy_buckets(self.buckets)
 
     def end_snapshot(self) -> None:
         """Copy what hasn't been read, and the rank's own state, before the step's update."""
         if self.copier is not None:
-            self.synchronizer.complete()
-            self.copier.copy_buckets(self.synchronizer.buckets)
-            self.copier.end(self.synchronizer.state)
+            self.access.complete()
+            self.copier.copy_buckets(self.buckets)
+            self.copier.end(self.state)
             self.copier = None
 
     def settle(self) -> None:
         """Settle, and copy what a snapshot lacks, because a script may write it from now on."""
         self.synchronizer.settle()
         if self.copier is not None:
-            self.copier.copy_buckets(self.synchronizer.buckets)
+            self.copier.copy_buckets(self.buckets)
 
     def end(self) -> None:
         """End the step, and update at once the buckets that no module waits for."""
@@ -183,7 +199,28 @@ class ReplicaHooks:
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
-    def close(self) -> None:
+    def install_statistics(self) -> None:
+        """Install BatchNorm's running statistics of the last ended step; local, as `settle`."""
+        self.synchronizer.before_read(STATISTICS)
+
+    def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
+        """Return all ranks' state on rank 0; as `Replica.state`, when all have settled."""
+        return None if self.state is None else self.state.gather(communicator)
+
+    def restore(self, state: Mapping[str, Any], communicator: Communicator) -> bool:
+        """Take this rank's share of what `gather` returned; return False if some was dropped."""
+        return self.state is not None and self.state.restore(state)
+
+    def enter(
+        self,
+        parts: Sequence[Mapping[str, Any]],
+        snapshot: Mapping[str, Mapping[Any, Any]],
+        communicator: Communicator,
+    ) -> bool:
+        """Restore the parts of a snapshot, which the model has; as `Replica.enter_generation`."""
+        return restore_parts(self.state, parts, communicator)
+
+    def close(self, *, drain: bool = False) -> None:
         """Remove the hooks and close the synchronizer."""
         self._watch.end()
         if self._tracer is not None:
@@ -191,16 +228,14 @@ class ReplicaHooks:
         self._hook_guard.close()
         self._hook_gradients(None)
         self._waits.close()
-        self.synchronizer.close()
+        self.synchronizer.close(drain=drain)
 
     def _use_reads(self, reads: ReadMap) -> None:
         self.reads = reads
         self._hook_gradients(self._hook_of(reads))
         self._wait_in(reads.readers)
         self._unread = tuple(
-            bucket
-            for bucket in self.synchronizer.buckets
-            if not reads.outside.isdisjoint(bucket.parameters)
+            bucket for bucket in self.buckets if not reads.outside.isdisjoint(bucket.parameters)
         )
 
     def _hook_of(self, reads: ReadMap) -> _MakeHook:
@@ -227,7 +262,7 @@ class ReplicaHooks:
     @property
     def _are_means(self) -> bool:
         """Whether gradients are the means as backward leaves them, and the reads are traced."""
-        return self.synchronizer.immediate and self._weight == 1 and self.reads is not None
+        return self.immediate and self._weight == 1 and self.reads is not None
 
     def _gradient_added(self, index: int, parameter: Tensor) -> None:
         """Note a gradient that is sent when the optimizer steps: more may be added until then."""
@@ -257,7 +292,7 @@ class ReplicaHooks:
         """
         gradients = self.gradients
         number = gradients.numbers[index]
-        bucket = self.synchronizer.buckets[number]
+        bucket = self.buckets[number]
 
         def done(parameter: Tensor) -> None:
             if not gradients.open[index]:
@@ -306,10 +341,10 @@ class ReplicaHooks:
                 self.kept.note(self.gradients.parameters)
 
     def expose_gradients(self, parameter: Tensor) -> None:
-        """Make every `.grad` the mean, after a step; as `Synchronizer.expose_gradients`."""
+        """Make every `.grad` the mean, after a step; as `GradientAccess.expose`."""
         with self._watch.paused():
             own = {p: p.grad for p in self.gradients.parameters}
-        self.synchronizer.expose_gradients(parameter)
+        self.access.expose(parameter)
         with self._watch.paused():
             self.kept.show(own)
 
@@ -320,7 +355,7 @@ class ReplicaHooks:
     def _rescale_kept(self, weight: float) -> None:
         """Rescale what is kept for a step of another weight."""
         with self._watch.paused():
-            self.synchronizer.wait_until_gradients_writable()
+            self.access.wait_writable()
             self.kept.rescale(self.gradients.parameters, weight)
 
     def _end_kept(self) -> None:
@@ -339,7 +374,7 @@ class ReplicaHooks:
         What is sent then is the mean that was reduced, plus this rank's new gradient. Ranks'
         weights add up to one, so the sum is the mean plus the new one's.
         """
-        self.synchronizer.begin_again()
+        self.access.begin_again()
         self.gradients.begin_again()
 
     def not_exchanged(self, optimizer: Optimizer) -> Sequence[nn.Parameter]:
@@ -388,7 +423,7 @@ class ReplicaHooks:
         """Watch the parameters until the end of this backward, and the gradients from there on."""
         self._watch.end()
         self._watches_backward = True
-        for bucket in self.synchronizer.buckets:  # updates that no forward has installed
+        for bucket in self.buckets:  # updates that no forward has installed
             self.synchronizer.before_read(bucket)
         self._versions = [p._version for p in self._hooked.values()]
         engine: Any = torch.autograd.Variable._execution_engine
@@ -425,7 +460,7 @@ class ReplicaHooks:
         """
         self._waits.close()
         bucket_of = self.gradients.parameters
-        if self.synchronizer.immediate:
+        if self.immediate:
             for module in visible_modules(self._model):
                 if next(module.buffers(recurse=is_compiled(module)), None) is not None:
                     self._wait_before(module, ())
@@ -435,7 +470,7 @@ class ReplicaHooks:
             self._wait_before(module, tuple(buckets))
         for root in roots_of(self._model):
             if not is_compiled(root):
-                wait = self._wait_for(self.synchronizer.buckets)
+                wait = self._wait_for(self.buckets)
                 self._waits.callback(root.register_forward_hook(wait).remove)
                 before = root.register_forward_pre_hook(LiveHook(self._end_watch), prepend=True)
                 self._waits.callback(before.remove)
@@ -468,7 +503,7 @@ class ReplicaHooks:
             waited = buckets
             if self._watch.gap is Gap.UPDATES:  # no forward of the whole model has begun
                 self._watch.end()
-                waited = tuple(self.synchronizer.buckets)
+                waited = tuple(self.buckets)
             if self.kept.shown:
                 self._hide_means()
             if not self._running:  # the forward of a batch whose gradients accumulate, say

@@ -1,10 +1,11 @@
 """A model and its optimizer bound to a synchronizer, whose methods are called in each step.
 
-    with replica.step(number, weight):      begin
-        loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
-        loss.backward()                     gradient_ready: a hook after each parameter's gradient
-        optimizer.step()                    end
-        optimizer.zero_grad()
+    replica.begin(number, weight)       begin
+    loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
+    loss.backward()                     gradient_ready: a hook after each parameter's gradient
+    optimizer.step()                    end
+    optimizer.zero_grad()
+    replica.end()
 
 `optimizer.step()` freezes the hyperparameters and returns; the update itself happens in the next
 forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dict()` and
@@ -35,10 +36,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from paceline.algorithms.average import Averaging
+from paceline.algorithms.method import Method
+from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
+from paceline.reduce.buckets import Bucket
+from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
-from paceline.replica.binder import ExchangePlan, ReplicaBinder
+from paceline.replica.binder import Binding, ExchangePlan, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
@@ -81,8 +87,9 @@ class Replica:
         buffers: broadcasts the buffers that the model computes; None: they are this rank's own.
 
     Attributes:
-        stepped: whether the last step ended by `optimizer.step()`.
-        averaged: False: the ranks' weights are equal between two steps.
+        stepped: whether the last step ended by `optimizer.step()`; of averaged weights always
+            True: ranks may skip updates (loss scaling) by themselves.
+        rounds: merges the ranks' weights, which differ between two steps; None: they are equal.
         loaded: checksums of what the script has loaded before the last step, by name.
         on_loss: called with the error where a use of the model between two steps finds that a peer
             was lost; the use continues without it. None: the error is raised.
@@ -91,8 +98,6 @@ class Replica:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
         CommError: a peer was lost, or didn't answer in time.
     """
-
-    averaged = False
 
     def __init__(
         self,
@@ -128,23 +133,33 @@ class Replica:
             install=self._settle_for_use,
             expose=lambda parameter: self._binding.expose_gradients(parameter),
         )
-        self.stepped = self._follows_scalers = False
         self.loaded: Checksums = {}
+        self.rounds: Averaging | None = None
+        self._averaged: AveragedHooks | None = None  # the hooks, where gradients are local
+        self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
         self._binder = ReplicaBinder(
-            *(model, optimizer, run, purpose, first_plan, self._watch, self._earlier),
+            *(model, optimizer, run, purpose, first_plan),
             settle=self._settle_for_use,
             scope=scope,
             make_hooks=self._make_hooks,
         )
-        self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
+        self._hooks: Binding | None = self._binder.bind(set())  # None between generations
+        self.stepped = self.rounds is not None
+        self._follows_scalers = False
         self._buffers.begin_generation()
         self._added = AddedTensors(model)
         self._structure = ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step = optimizer.step
         self._plain_zero = optimizer.zero_grad
-        self._hooked_end = Optimizer.profile_hook_step(self._end)
-        self._patches: list[Callable[[], None]] = [
+        self._hooked_end = Optimizer.profile_hook_step(self._freeze_update)
+        self._patches: list[Callable[[], None]] = []
+        if self.rounds is None:
+            self._watch_uses(model, optimizer)
+
+    def _watch_uses(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Watch what a script does with exchanged gradients, and with pending updates."""
+        self._patches += [
             patch(optimizer, "step", self._step_optimizer),
             patch(optimizer, "zero_grad", self._zero_optimizer),
             *(patch(one, "train", partial(self._train, one.train)) for one in roots_of(model)),
@@ -160,7 +175,7 @@ class Replica:
     @property
     def names(self) -> Mapping[nn.Parameter, str]:
         """The names of the parameters that the model and the optimizer had when they were bound."""
-        return self._binding.trained.names
+        return self._bound.trained.names
 
     @property
     def all_names(self) -> list[Mapping[nn.Parameter, str]]:
@@ -180,12 +195,19 @@ class Replica:
     @property
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
+        if self._averaged is not None:
+            return not self._averaged.stepping or self._averaged.updated
         return self._number is None
 
     @property
     def exchanging(self) -> bool:
         """Whether a step is under way, whose exchange uses the communicator of all ranks."""
         return self._number is not None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter that is bound is trained now."""
+        return not any(p.requires_grad for p in self._binding.gradients.parameters)
 
     @property
     def reads(self) -> ReadMap | None:
@@ -208,7 +230,7 @@ class Replica:
     @property
     def added_to_kept(self) -> bool:
         """Whether a backward has added to a gradient of an earlier step, which no file has."""
-        return self._hooks is not None and self._hooks.added_to_kept
+        return isinstance(self._hooks, ReplicaHooks) and self._hooks.added_to_kept
 
     def begin_batch(self) -> None:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
@@ -220,21 +242,22 @@ class Replica:
         self._optimizer.zero_grad()
         self._model.zero_grad()
 
-    @contextmanager
-    def step(self, number: int, weight: float, samples: int = 1) -> Iterator[None]:
-        """Run a step.
-
-        A block that ends without `optimizer.step()` ends the step without an update.
+    def begin(self, number: int, weight: float, samples: int = 1) -> None:
+        """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
             number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
+                Where weights are averaged, by which the step counts in the merge.
             samples: global samples.
 
         Raises:
-            ConfigError: the block broke a rule of the exchange; names the remedy.
+            ConfigError: the model or its optimizer has changed against a rule; names the remedy.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._averaged is not None:
+            self._averaged.begin(StepInfo(number, weight, samples))
+            return
         self._buffers.install()
         self.loaded = self._binder.loads.take()
         self._bind_anew_if_changed()
@@ -242,14 +265,25 @@ class Replica:
         self._thread = threading.get_ident()
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
-        self._binding.begin(number, weight, scale)
+        self._binding.begin(StepInfo(number, weight, samples, scale))
         if not weight:
             self._follow_scalers()
         if self._copier is not None:
             settled = self._settled or not self._binder.bucketwise
             self._binding.begin_snapshot(self._copier, settled=settled)
             self._copier = None
-        yield
+
+    def end(self) -> None:
+        """End the step; without an update, where `optimizer.step()` wasn't called.
+
+        Raises:
+            ConfigError: the step broke a rule of the exchange; names the remedy.
+            CommError: a peer was lost, or didn't answer in time.
+        """
+        if self._averaged is not None:
+            self.abandon()
+            self._averaged.synchronizer.end(update=True)
+            return
         self.stepped = self._number is None
         if not self.stepped:
             self._end_without_update()
@@ -258,6 +292,12 @@ class Replica:
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
         self._buffers.send()
+
+    def abandon(self) -> None:
+        """Leave a step that failed: no other follows in its generation."""
+        if self._averaged is not None:
+            self._averaged.stepping = False  # the model may have the merged weights
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
 
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
@@ -275,18 +315,18 @@ class Replica:
         """
         if self._hooks is None or threading.get_ident() != self._thread:
             return
-        self._hooks.before_backward(alone=self._binder.alone)
+        self._binding.before_backward(alone=self._binder.alone)
         if not create_graph or self._binder.alone or self._number is None:
             return
         self._has_graphs |= not inputs
-        trained = self._hooks.gradients.parameters
+        trained = self._binding.gradients.parameters
         for given in inputs:
             node = getattr(given, "node", None)  # of a GradientEdge
             tensor = getattr(node, "variable", given)
             if isinstance(tensor, nn.Parameter) and tensor in trained:
                 raise ConfigError(
                     "torch.autograd.grad(…, create_graph=True) was called for the gradient of "
-                    f"{self._hooks.trained.names[tensor]} in step {self._number}: it is the one "
+                    f"{self._binding.trained.names[tensor]} in step {self._number}: it is the one "
                     "of this rank's samples, so what a loss makes of it would differ from that of "
                     "the global batch. Differentiate with respect to inputs; or, where each "
                     "sample or task has its own gradient, with respect to a copy, "
@@ -297,12 +337,15 @@ class Replica:
         """End the step, whose block has ended without `optimizer.step()`."""
         with self._watch.paused():
             self._binding.end_snapshot()
-            self._binding.synchronizer.abandon()
+            self._binding.synchronizer.end(update=False)
             self._done()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: gradients of backward passes inside stay here; one outside sends the sum."""
+        if self._averaged is not None:
+            yield
+            return
         self._binding.note_kept()
         self._binding.gradients.expect_none()
         self._binding.exchanging = False
@@ -314,13 +357,17 @@ class Replica:
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; then it may be changed.
 
+        Where weights are averaged, gradients are local, and nothing is done.
+
         Raises:
             ConfigError: no step runs.
             CommError: a peer was lost, or didn't answer in time.
         """
+        if self._averaged is not None:
+            return
         if self._number is None:
             raise ConfigError(
-                "reduce() was called outside a step: call it within step(), after backward and "
+                "reduce() was called outside a step: call it within a step, after backward and "
                 "before optimizer.step()."
             )
         if not self._binding.gradients.reduced:
@@ -329,7 +376,7 @@ class Replica:
             if self._has_graphs:
                 self._refuse_graphs()
             self._binding.gradients.before_reduce()
-            self._binding.synchronizer.reduce()
+            self._binding.access.reduce()
 
     def _refuse_graphs(self) -> None:
         """Refuse gradients that can be differentiated, which their mean can't be."""
@@ -344,14 +391,15 @@ class Replica:
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
-        if self._hooks is not None:
-            if self._watch.gap is Gap.UPDATES:
-                self._watch.end()
-            self._buffers.install()
-            self._hooks.settle()
-            if not self._settled and self._number is None:
-                self._when_settled = _versions(self._hooks.gradients.parameters)
-            self._settled = True
+        if self._hooks is None or self._averaged is not None:  # a worker's own are final
+            return
+        if self._watch.gap is Gap.UPDATES:
+            self._watch.end()
+        self._buffers.install()
+        self._binding.settle()
+        if not self._settled and self._number is None:
+            self._when_settled = _versions(self._binding.gradients.parameters)
+        self._settled = True
 
     def _settle_for_use(self) -> None:
         """Settle before a script uses the model or the optimizer's state."""
@@ -372,25 +420,36 @@ class Replica:
         """Whether the parameters are as the last step left them, once the replica is settled."""
         return self._settled and self._when_settled == _versions(self._binding.gradients.parameters)
 
-    def snapshot_next_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
         Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
-        the step ends without it; if the step fails before that, there is none.
+        the step ends without it; if the step fails before that, there is none. Of averaged weights,
+        the parameters of the last merge are copied at once, and nothing is held.
         """
-        self._copier = copier
+        if self._averaged is not None:
+            copier.copy_parameters(self.names, self._averaged.rounds.anchors())
+        else:
+            self._copier = copier
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.
+
+        Args:
+            copier: copies it.
+            own: with what a rank of an averaging run has alone, for which merges are awaited.
 
         Returns:
             whether all its parameters are bound; others get rank 0's values in the next step.
         """
+        if self._averaged is not None:
+            self._averaged.copy_now(copier, own=own)
+            return True
         self.settle()
         trained = self._binder.trained()  # may be others than bound
         names = {**self._binding.trained.names, **trained.names}
         self._binding.begin_snapshot(copier, settled=True, names=names)
-        copier.end(self._binding.synchronizer.state, in_step=False)
+        copier.end(self._binding.state, in_step=False)
         self._binding.copier = None
         return trained.names == self._binding.trained.names
 
@@ -403,22 +462,22 @@ class Replica:
         Returns:
             False where the ranks' parts are others now: then all ranks' must be divided anew.
         """
-        own = self._binding.synchronizer.state
+        own = self._binding.state
         return not state if own is None else own.restore_local(state)
 
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""
-        self._binding.synchronizer.synchronize_replicas()
+        self._bound.synchronizer.settle(Weights.EQUAL)
 
     def merge(self) -> None:
-        """Do as `synchronize_replicas`: each step has merged the replicas."""
-        self.synchronize_replicas()
+        """Settle, and let the weights have all ranks' steps; collective."""
+        self._bound.synchronizer.settle(Weights.MERGED)
 
     def drain(self) -> None:
-        """Return once the peers have everything that they need from this rank, or after a limit."""
+        """End the exchange, once the peers have all that they need of this rank, or at a limit."""
         with suppress(CommError):  # a peer that has gone needs nothing
             self._buffers.install()
-        self._binding.synchronizer.drain()
+        self._bound.synchronizer.close(drain=True)
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state, besides model and optimizer; collective.
@@ -440,6 +499,14 @@ class Replica:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
         self._scale = scale
 
+    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Note a snapshot that model and optimizer have, for `enter_generation`.
+
+        Args:
+            snapshot: its parts, whose memory stays as it is until then.
+        """
+        self._start = snapshot
+
     def leave_generation(self) -> None:
         """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.
 
@@ -448,6 +515,7 @@ class Replica:
         self._binder.leave()
         self._buffers.discard()
         self._hooks = None
+        self._averaged = None
         self._number = None
         self._copier = None
         self._forget_earlier_buffers()
@@ -473,10 +541,13 @@ class Replica:
             CommError: a rank was lost, or didn't come in time.
             RankStateError: the parts of all ranks together aren't the whole state.
         """
-        self._hooks, whole = self._binder.enter(parts)
+        start = self._start
+        self._start = {}
+        self._hooks, whole = self._binder.enter(parts, start)
         self._buffers.begin_generation()
-        self._when_settled = _versions(self._binding.gradients.parameters)
-        self._settled = True
+        if self._averaged is None:
+            self._when_settled = _versions(self._binding.gradients.parameters)
+            self._settled = True
         return whole
 
     def close(self) -> None:
@@ -499,16 +570,40 @@ class Replica:
         if same and plan is None:
             return
         self._hooks = self._binder.bind_anew(plan, same=same)
+        self._binding.exchanging = old.exchanging
+        self._binding.kept = old.kept
 
-    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
-        """Make the hooks of a binding; arguments as of `ReplicaHooks`."""
-        hooks = ReplicaHooks(*arguments)
+    def _make_hooks(
+        self,
+        trained: TrainedParameters,
+        buckets: Sequence[Bucket],
+        method: Method,
+        reads: ReadMap | None,
+    ) -> Binding:
+        """Make the hooks of a binding."""
+        self.rounds = method.rounds
+        if method.rounds is not None:
+            self._averaged = AveragedHooks(self._model, self._optimizer, trained, method.rounds)
+            return self._averaged
+        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
+        hooks = self._make_exchange_hooks(
+            self._model, trained, buckets, method, self._watch, reads, self._earlier
+        )
         hooks.buffers = self._buffers
         return hooks
 
+    def _make_exchange_hooks(self, *arguments: Any) -> ReplicaHooks:
+        return ReplicaHooks(*arguments)
+
+    @property
+    def _bound(self) -> Binding:
+        assert self._hooks is not None, "the replica is in no generation"
+        return self._hooks
+
     @property
     def _binding(self) -> ReplicaHooks:
-        assert self._hooks is not None, "the replica is in no generation"
+        """The hooks, where gradients are exchanged."""
+        assert isinstance(self._hooks, ReplicaHooks), "the replica is in no generation"
         return self._hooks
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -522,7 +617,7 @@ class Replica:
             self.reduce()
         return self._hooked_end(optimizer, *args, **kwargs)
 
-    def _end(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _freeze_update(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -532,12 +627,12 @@ class Replica:
         self._binding.gradients.guard.check()
         self._refuse_unexchanged()
         self._binding.end_snapshot()
-        self._binding.synchronizer.end()
+        self._binding.synchronizer.end(update=True)
         self._done()
         watch_state(
             optimizer, self._settle_for_use
         )  # a script, or load_state_dict(), may have replaced it
-        if self._binding.synchronizer.immediate:
+        if self._binding.immediate:
             self._settled = True
         elif _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
@@ -573,7 +668,7 @@ class Replica:
                 "updated from this rank's gradients alone: call step() without a closure."
             )
         self._binding.end_snapshot()
-        self._binding.synchronizer.end()
+        self._binding.synchronizer.end(update=True)
         self._done()
         return result
 
@@ -613,7 +708,7 @@ class Replica:
                 "a GradScaler unscaled gradients that had already been sent in step "
                 f"{self._number}: call reduce() after backward, before unscale_() and step()."
             )
-        state = self._binding.synchronizer.state
+        state = self._binding.state
         if self._scale is None and state is not None and state.scaled:
             raise ConfigError(
                 "a GradScaler is used with a lossy wire: when the loss scale changes, the wire's "
@@ -668,7 +763,7 @@ class Replica:
         if self._watch.gap is Gap.GRADIENTS:
             self.reduce()
         if not set_to_none:
-            self._binding.synchronizer.wait_until_gradients_writable()
+            self._binding.access.wait_writable()
             self._binding.kept.forget()
         with self._watch.paused():
             yield

@@ -107,7 +107,7 @@ class CheckpointBuilder:
         copier = StateCopier(
             own, name, self._objects, {**asdict(position), "sent": {}, "members": ()}
         )
-        self._replica.take_snapshot_between_steps(copier)
+        self._replica.copy_now(copier, own=False)
         own.commit(name)
         borrowed = own.borrow()
         assert borrowed is not None

@@ -136,7 +136,7 @@ class CheckpointSchedule:
     @property
     def compares(self) -> bool:
         """Whether `end_steps` and `save` compare the replicas; the same on all ranks."""
-        return self._saving and self._snapshots.on and not self._replica.averaged
+        return self._saving and self._snapshots.on and self._replica.rounds is None
 
     @property
     def active(self) -> bool:
@@ -208,7 +208,7 @@ class CheckpointSchedule:
         finds an older one: gathering all workers' weights takes as long as many merges.
         """
         self._publish_committed(before=self._settle().number)
-        if (self._snapshots.on or self._copies) and not self._replica.averaged:
+        if (self._snapshots.on or self._copies) and self._replica.rounds is None:
             self._copy_now()
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
@@ -331,7 +331,7 @@ class CheckpointSchedule:
         collective = together or self._gathers or self._snapshots.alone
         if collective:
             self._publish_committed(before=number, wait=True)  # which may switch snapshots off
-        averaged = self._replica.averaged  # whose files are made of what rank 0 gathers
+        averaged = self._replica.rounds is not None  # files are made of what rank 0 gathers
         if self._snapshots.on and (together if averaged else collective):
             self._snapshots.take_between_steps(number, asdict(position))  # none goes back behind it
             if self._writes is not None and not averaged:

@@ -24,7 +24,6 @@ from paceline.errors import Message, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.recorder import NullRecorder, Recorder
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.replica.state.checksums import ChecksumParts, Parts
 from paceline.replica.state.copier import POSITION, StateCopier, StateObjects, restore_state
@@ -171,10 +170,11 @@ class StepSnapshots:
             return
         if self.alone:
             self.take_between_steps(step, position)
-        elif isinstance(self._replica, AveragedReplica):
-            self._replica.take_snapshot(self._copier(self._name(step), position))
+        elif self._replica.rounds is not None:
+            # Within a round weights differ; at its end the anchor is equal everywhere.
+            self._replica.copy_now(self._copier(self._name(step), position))
         else:
-            self._replica.snapshot_next_step(self._copier(self._name(step), position))
+            self._replica.copy_in_step(self._copier(self._name(step), position))
 
     def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
         """Copy the state before a step at once, and commit it; collective, by all ranks.
@@ -196,7 +196,7 @@ class StepSnapshots:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.world.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
-            bound = self._copy_at_once(self._copier(name, position))
+            bound = self._replica.copy_now(self._copier(name, position))
             if not self.alone:
                 try:
                     self.check.compare(step, self._comparable(name) if bound else None)
@@ -208,14 +208,12 @@ class StepSnapshots:
 
     def check_state(self, step: int) -> None:
         """Let the step that begins sum the state before it, where no snapshot copies it."""
-        averaged = self._replica.averaged  # whose snapshots are rare
-        if (averaged or not self.on) and not self.alone:
-            parts = ChecksumParts(parameters_only=self._replica.averaged)
+        rare = self._replica.rounds is not None  # snapshots, which otherwise are compared
+        if (rare or not self.on) and not self.alone:
+            parts = self._new_checksums()
             self._summed = step, parts
             name = self._name(step)
-            self._replica.snapshot_next_step(
-                StateCopier(parts, name, self.objects, {}, self._checks)
-            )
+            self._replica.copy_in_step(StateCopier(parts, name, self.objects, {}, self._checks))
 
     def compare(self, step: int) -> None:
         """Settle, and compare the state before a step at once, without a snapshot; collective.
@@ -225,7 +223,7 @@ class StepSnapshots:
             CommError: a peer was lost, or silent.
         """
         if self.check.enabled and not self.alone:
-            parts = ChecksumParts(parameters_only=self._replica.averaged)
+            parts = self._new_checksums()
             self.check.compare(step, parts if self.add_state(parts, step) else None)
 
     def add_state(self, parts: ChecksumParts, step: int) -> bool:
@@ -235,7 +233,7 @@ class StepSnapshots:
             whether all its parameters are bound; others get rank 0's values in the next step.
         """
         copier = StateCopier(parts, self._name(step), self.objects, {}, self._checks)
-        return self._replica.take_snapshot_between_steps(copier)
+        return self._replica.copy_now(copier, own=False)
 
     def checksum_code(self, step: int) -> tuple[int, int]:
         """Return the code of the checked state before a step, and an interval; 0 without one."""
@@ -245,7 +243,7 @@ class StepSnapshots:
             spent = self._checks.seconds
             self._checks.seconds = 0.0
             return self.check.checksum_code(step, parts, spent)
-        if self.alone or self._replica.averaged or not self.holds(step):
+        if self.alone or self._replica.rounds is not None or not self.holds(step):
             return 0, 0
         return self.check.checksum_code(step, self._snapshots.state(self._name(step)))
 
@@ -305,8 +303,7 @@ class StepSnapshots:
         self._off = False
         if objects:
             restore_state(state, self.objects)
-        if isinstance(self._replica, AveragedReplica):
-            self._replica.begin_from(state)
+        self._replica.begin_from(state)
         del position["sent"], position["members"]
         return position, self.commits.own_part(name)
 
@@ -333,23 +330,23 @@ class StepSnapshots:
 
         A round's end is due if the interval asks for one in the round.
         """
-        if not isinstance(self._replica, AveragedReplica):
+        rounds = self._replica.rounds
+        if rounds is None:
             return self._interval.step_is_due(step)
-        began, ended = self._replica.last_round
+        began, ended = rounds.last_round
         steps = range(began + 1, ended + 1)
         return step == ended and any(self._interval.step_is_due(each) for each in steps)
 
-    def _copy_at_once(self, copier: StateCopier) -> bool:
-        if isinstance(self._replica, AveragedReplica):
-            return self._replica.take_snapshot(copier)
-        return self._replica.take_snapshot_between_steps(copier)
+    def _new_checksums(self) -> ChecksumParts:
+        """Make checksums of what ought to be equal on all ranks; of rounds, the anchor."""
+        return ChecksumParts(parameters_only=self._replica.rounds is not None)
 
     def _comparable(self, name: SnapshotName) -> Parts | ChecksumParts:
         """Return what of a held snapshot ought to be equal on all ranks."""
         state = self._snapshots.state(name)
-        if not self._replica.averaged:
+        if self._replica.rounds is None:
             return state
-        parts = ChecksumParts(parameters_only=True)
+        parts = self._new_checksums()
         parts.add(name, state)
         return parts
 

@@ -1,7 +1,7 @@
 """Steps of a run: exchanged, recorded (each emits a `step` event), saved, stopped.
 
-    boundary ── random streams ── exchange( the step ) ── event ── send summary
-       └ summary of the step before the last; save; stop where all ranks agreed to
+    begin: boundary ── random streams ── the replica's step …  end: event ── send summary
+              └ summary of the step before the last; save; stop where all ranks agreed to
 
 State is saved at a boundary, the moment before a step: it then contains the last step's result, the
 schedule and the epoch's end. All ranks receive the same summaries, so they stop at the same
@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -105,6 +105,10 @@ class Steps:
         self.run = run
         self._writer = writer
         self._seed = seed
+        self._batch: BatchSlice | None = None  # of the step under way
+        self._further = False  # that step trains the batch of the last one, too
+        self._began = 0.0
+        self._spans: list[AbstractContextManager[None]] = []  # of that step, entered
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping = stopping
@@ -139,7 +143,7 @@ class Steps:
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
-        self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
+        self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
         self._stepped: dict[int, int] = {}  # whether a step ended by `optimizer.step()`
@@ -193,7 +197,7 @@ class Steps:
                     self.take_snapshot()
                 return train()
             except CommError as error:
-                self.recovery.leave_generation(error)
+                self.lose(error)
                 lost = error
             self.recovery.go_back(lost)
 
@@ -207,16 +211,18 @@ class Steps:
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
-    @contextmanager
-    def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
-        """Run a step.
+    def begin(self, batch: BatchSlice, *, further: bool = False) -> Tensor:
+        """Begin a step, which `end` ends; `abandon` or `lose` leave it where an error does.
 
         Args:
             batch: this rank's share.
-            fields: more fields of its event.
+            further: the step trains further models on the batch of the last one, as a part of that.
+                There is no boundary, event or summary: the state in between is no position to
+                resume from.
 
-        Yields:
-            (value_count,) float64 zeros, which the block fills with this rank's part of the sums.
+        Returns:
+            (value_count,) float64 zeros, to fill with this rank's part of the sums. Those of a
+            further step aren't summed.
 
         Raises:
             Stop: all ranks agreed to stop before this step.
@@ -226,110 +232,75 @@ class Steps:
             CheckpointError: a checkpoint couldn't be written.
         """
         number = batch.number
-        span = self.run.recorder.span
-        began = time.perf_counter()
-        self._begin_step(number)
-        with self.run.context.activities.step(number), span("step", step=number):
-            with span("boundary"):
-                self._boundary(number)
-            word = self._seed_torch(_IN_STEP, number)
-            # Python's and numpy's streams continue where `seed` has seeded them before the step:
-            # unlike torch's, they take long to seed.
-            if self._seeded != number:
-                _seed_python(word)
-            self._seeded = None
-            sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
-            if self.first_step_checks is not None:
-                self.first_step_checks.begin(number)
-            with span("train"), self._replica.step(number, batch.weight, batch.global_count):
-                yield sums
-            if self._replica.added_to_kept and self._checkpoints.saving:
-                raise ConfigError(
-                    f"a backward in step {number} added to gradients of an earlier step, which a "
-                    "resumed run would lack: call optimizer.zero_grad() in each step, accumulate "
-                    "over several batches in world.no_sync(), or train without a run folder."
-                )
-        self.run.recorder.event(
-            "step",
-            generation=self.generation,
-            step=number,
-            epoch=batch.epoch,
-            first=batch.first,
-            last=batch.last,
-            cuts=batch.cuts,
-            skipped=batch.skipped,
-            epoch_step=batch.step,
-            steps=batch.steps,
-            samples=batch.global_count,
-            sums=self.position.sums,
-            **fields,
-        )
-        self.position.step = batch.step + 1
-        self.position.number = number + 1
-        self.run.membership.poll(number + 1)
-        request = 0
-        acknowledged = NONE_ACKNOWLEDGED
-        interval = 0
-        if self._keeping:
-            seconds = time.perf_counter() - began
-            request, acknowledged, interval = self._checkpoints.report(number, seconds)
-        code = 0
-        check_interval = 0
-        if number >= self._check.due:
-            code, check_interval = self._snapshots.checksum_code(number)
-        if self._replica.loaded:
-            code = self._check.add_loaded(number, self._replica.loaded) or code
-        times: Sequence[float] = ()
-        if self.speeds is not None and number >= self.speeds.due:
-            times = self.speeds.times(batch)
-        seen: Sequence[float] = ()
-        if self.first_step_checks is not None:
-            seen = self.first_step_checks.row(batch)
-            if not seen:  # those steps are over
-                self.first_step_checks = None
-        outcome = self._replica.stepped | self._continued
-        self._continued = 0
-        self._stepped[number] = outcome
-        self.run.context.summaries.send(
-            number,
-            sums,
-            stop=self._stopping(),
-            request=request,
-            acknowledged=acknowledged,
-            interval=interval,
-            outcome=outcome,
-            code=code,
-            check_interval=check_interval,
-            times=times,
-            seen=seen,
-        )
+        self._began = time.perf_counter()
+        if not further:
+            self._record_replay(number)
+        self._batch = batch
+        self._further = further
+        self.run.context.activities.begin_step(number)
+        if not further:
+            self._enter_span("step", step=number)
+            self._pass_boundary(number)
+            self._enter_span("train")
+        self._replica.begin(number, batch.weight, batch.global_count)
+        return torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
 
-    def _begin_step(self, number: int) -> None:
+    def end(self, sums: Tensor, **fields: object) -> None:
+        """End the step: the update is frozen (there is none where no optimizer has stepped).
+
+        Args:
+            sums: what `begin` has returned, filled.
+            fields: more fields of the step's event.
+
+        Raises:
+            ConfigError: the step broke a rule of the exchange; names the remedy.
+            CommError: a peer was lost, or silent.
+        """
+        assert self._batch is not None
+        batch = self._batch
+        self._replica.end()
+        self._leave_spans()
+        if not self._further and self._replica.added_to_kept and self._checkpoints.saving:
+            raise ConfigError(
+                f"a backward in step {batch.number} added to gradients of an earlier step, which a "
+                "resumed run would lack: call optimizer.zero_grad() in each step, accumulate over "
+                "several batches in world.no_sync(), or train without a run folder."
+            )
+        self._batch = None
+        self.run.context.activities.end_step(done=True)
+        if self._further:
+            self._continued ^= self._replica.stepped << STEPPED_BITS
+            return
+        self._record_step(batch, fields)
+        self.position.step = batch.step + 1
+        self.position.number = batch.number + 1
+        self.run.membership.poll(batch.number + 1)
+        self._send_summary(batch, sums)
+
+    def abandon(self) -> None:
+        """Leave the step under way, if there is one: an error has ended it, or its begin."""
+        if self._batch is not None:
+            self._batch = None
+            self._leave_spans()
+            self.run.context.activities.end_step(done=False)
+            self._replica.abandon()
+
+    def lose(self, error: CommError) -> None:
+        """Leave the generation, and a step under way; `recovery.go_back` enters the next one.
+
+        Args:
+            error: reports the lost peer; raised where the run can't continue.
+        """
+        self.abandon()
+        self.recovery.leave_generation(error)
+
+    def _record_replay(self, number: int) -> None:
         """Record what was trained again, where a step is the first that wasn't trained before."""
         replayed = self._account.begin_step(number)
         if replayed is not None:
             self.run.recorder.event(
                 "replay", generation=self.generation, step=number, **asdict(replayed)
             )
-
-    @contextmanager
-    def continue_step(self, batch: BatchSlice) -> Iterator[Tensor | None]:
-        """Train further models on the batch of the last step, as a part of that step.
-
-        There is no boundary, event or summary: the state in between is no position to resume from.
-
-        Args:
-            batch: this rank's share.
-
-        Raises:
-            CommError: a peer was lost, or silent.
-        """
-        with (
-            self.run.context.activities.step(batch.number),
-            self._replica.step(batch.number, batch.weight, batch.global_count),
-        ):
-            yield None
-        self._continued ^= self._replica.stepped << STEPPED_BITS
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -343,7 +314,7 @@ class Steps:
             merge: no steps follow: where weights are averaged, they are merged.
 
         Raises:
-            Stop, CommError, CheckpointError: as `step`.
+            Stop, CommError, CheckpointError: as `begin`.
         """
         self._end_measured_steps()
         if self._stop_requested_in is not None:
@@ -472,7 +443,29 @@ class Steps:
             what = "the wait for the last checkpoint"
             written = not total(context.group("all", "steps"), missing, what).item()
 
-    def _boundary(self, number: int) -> None:
+    def _enter_span(self, name: str, **fields: object) -> None:
+        span = self.run.recorder.span(name, **fields)
+        span.__enter__()
+        self._spans.append(span)
+
+    def _leave_spans(self) -> None:
+        while self._spans:
+            self._spans.pop().__exit__(None, None, None)
+
+    def _pass_boundary(self, number: int) -> None:
+        """Save what is due before a step, or stop; then begin the step's random streams."""
+        with self.run.recorder.span("boundary"):
+            self._act_on_summaries(number)
+        word = self._seed_torch(_IN_STEP, number)
+        # Python's and numpy's streams continue where `seed` has seeded them before the step:
+        # unlike torch's, they take long to seed.
+        if self._seeded != number:
+            _seed_python(word)
+        self._seeded = None
+        if self.first_step_checks is not None:
+            self.first_step_checks.begin(number)
+
+    def _act_on_summaries(self, number: int) -> None:
         summaries = self.run.context.summaries
         self._receive_summaries(before=number - summaries.lag)
         self._check_replicas(before=number - 1)
@@ -486,6 +479,62 @@ class Steps:
             self._checkpoints.at_boundary(number, self.position)
         if number >= self._check.due:
             self._snapshots.check_state(number)
+
+    def _record_step(self, batch: BatchSlice, fields: Mapping[str, object]) -> None:
+        self.run.recorder.event(
+            "step",
+            generation=self.generation,
+            step=batch.number,
+            epoch=batch.epoch,
+            first=batch.first,
+            last=batch.last,
+            cuts=batch.cuts,
+            skipped=batch.skipped,
+            epoch_step=batch.step,
+            steps=batch.steps,
+            samples=batch.global_count,
+            sums=self.position.sums,
+            **fields,
+        )
+
+    def _send_summary(self, batch: BatchSlice, sums: Tensor) -> None:
+        number = batch.number
+        request = 0
+        acknowledged = NONE_ACKNOWLEDGED
+        interval = 0
+        if self._keeping:
+            seconds = time.perf_counter() - self._began
+            request, acknowledged, interval = self._checkpoints.report(number, seconds)
+        code = 0
+        check_interval = 0
+        if number >= self._check.due:
+            code, check_interval = self._snapshots.checksum_code(number)
+        if self._replica.loaded:
+            code = self._check.add_loaded(number, self._replica.loaded) or code
+        times: Sequence[float] = ()
+        if self.speeds is not None and number >= self.speeds.due:
+            times = self.speeds.times(batch)
+        seen: Sequence[float] = ()
+        if self.first_step_checks is not None:
+            seen = self.first_step_checks.row(batch)
+            if not seen:  # those steps are over
+                self.first_step_checks = None
+        outcome = self._replica.stepped | self._continued
+        self._continued = 0
+        self._stepped[number] = outcome
+        self.run.context.summaries.send(
+            number,
+            sums,
+            stop=self._stopping(),
+            request=request,
+            acknowledged=acknowledged,
+            interval=interval,
+            outcome=outcome,
+            code=code,
+            check_interval=check_interval,
+            times=times,
+            seen=seen,
+        )
 
     def _receive_summaries(self, *, before: int) -> None:
         for summary in self.run.context.summaries.receive(before=before):

@@ -21,7 +21,6 @@ from paceline.data.source import Source
 from paceline.generation.run import Run
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.checkpoint_restore import restore_checkpoint
 from paceline.replica.state.copier import StateObjects
@@ -163,7 +162,7 @@ def build_trainer(
         steps=optim.num_epochs * train.steps - position.number,
         report=lambda note: recorder.event("note", text=str(note)),
     )
-    replica: Replica | AveragedReplica
+    replica: Replica
     if average is None:
         sync = start.keep_bucket_size(config.sync)
         replica = replicate(model, optimizer, run, sync, share, setting)
@@ -259,7 +258,7 @@ def build_trainer(
 
 def _snapshots_of(
     run: Run,
-    replica: Replica | AveragedReplica,
+    replica: Replica,
     parts: Mapping[str, Any],
     output: OutputConfig,
     position: Position,

@@ -13,16 +13,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import WeightAverage
-from paceline.algorithms.open_average import open_average
+from paceline.algorithms.average import Averaging
+from paceline.algorithms.method import Method
+from paceline.algorithms.open_average import open_average, size_of_buckets
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
-from paceline.replica.averaged_replica import AveragedReplica
-from paceline.replica.trained_parameters import table_parameters
+from paceline.replica.binder import ExchangePlan
+from paceline.replica.replica import Replica
+from paceline.replica.trained_parameters import TrainedParameters, table_parameters
 from paceline.server.average_server import MetServer, meet_server
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
@@ -36,7 +38,7 @@ def average_weights(
     config: SyncConfig,
     average: Average,
     steps: int | None = None,
-) -> AveragedReplica:
+) -> Replica:
     """Give all ranks rank 0's model, and let them train it locally; collective.
 
     Args:
@@ -56,7 +58,7 @@ def average_weights(
     codec = merge_codec(config.wire)
     device = next(model.parameters(), torch.empty(0)).device
 
-    def make(buckets: Sequence[Bucket]) -> WeightAverage:
+    def make(buckets: Sequence[Bucket]) -> Method:
         statistics = RunningStatistics(model)
         try:
             merges = open_merges(buckets, statistics, met)
@@ -64,11 +66,11 @@ def average_weights(
             merges = open_merges(buckets, statistics, None)
             merges.ends = lost
         run.context.keep("synchronizer", merges)
-        return merges
+        return Method.by_rounds(merges)
 
     def open_merges(
         buckets: Sequence[Bucket], statistics: RunningStatistics, server: MetServer | None
-    ) -> WeightAverage:
+    ) -> Averaging:
         context = run.context  # of the present generation
         topology = topology_of(context, alone=config.transport == "nixl")  # it shares no memory
         if server is not None:
@@ -103,14 +105,10 @@ def average_weights(
             fragments=average.fragments,
             mix=average.mix,
             averaged=optimizer if average.momenta == "average" else None,
+            forgets=optimizer if average.momenta == "reset" else None,
         )
 
-    return AveragedReplica(
-        model,
-        optimizer,
-        run,
-        make,
-        bucket_bytes=config.bucket_bytes,
-        fragments=average.fragments,
-        momenta=average.momenta,
-    )
+    parameters = TrainedParameters.of(model, optimizer).groups
+    size = size_of_buckets(parameters, config.bucket_bytes, average.fragments)
+    plan = ExchangePlan(make_method=make, bucket_bytes=size, dense=True)
+    return Replica(model, optimizer, run, lambda: plan)

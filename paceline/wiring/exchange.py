@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.method import Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.algorithms.sharded import make_sharded
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.synchronizer import GradientSynchronizer
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
@@ -23,7 +24,7 @@ from paceline.generation.run import Run
 from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
-from paceline.replica.binder import ExchangePlan, MakeSynchronizer
+from paceline.replica.binder import ExchangePlan, MakeMethod
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
@@ -93,7 +94,8 @@ class ExchangeGroups:
 
 
 _MakeSynchronizer = Callable[
-    [Sequence[Bucket], Optimizer, RunningStatistics, SyncConfig, ExchangeGroups], Synchronizer
+    [Sequence[Bucket], Optimizer, RunningStatistics, SyncConfig, ExchangeGroups],
+    GradientSynchronizer,
 ]
 
 
@@ -103,7 +105,7 @@ def _allreduce(
     statistics: RunningStatistics,
     config: SyncConfig,
     groups: ExchangeGroups,
-) -> Synchronizer:
+) -> GradientSynchronizer:
     run = groups.run
     return make_allreduce(
         buckets,
@@ -124,7 +126,7 @@ def _notified(
     groups: ExchangeGroups,
     *,
     tables: frozenset[Tensor],
-) -> Synchronizer:
+) -> GradientSynchronizer:
     run = groups.run
     context = run.context
     machine = groups.open_machine()
@@ -181,9 +183,9 @@ def _alone(config: SyncConfig, run: Run) -> bool:
     return run.context.along("data").size == 1 and config.update != "sharded"
 
 
-def _plan(config: SyncConfig, run: Run, bind: MakeSynchronizer) -> ExchangePlan:
+def _plan(config: SyncConfig, run: Run, bind: MakeMethod) -> ExchangePlan:
     size = ALL if _alone(config, run) else config.bucket_bytes
-    return ExchangePlan(make_synchronizer=bind, bucket_bytes=size)
+    return ExchangePlan(make_method=bind, bucket_bytes=size)
 
 
 def refuse_gpu(config: SyncConfig) -> None:
@@ -269,7 +271,7 @@ def replicate(
     groups = ExchangeGroups(run, model, config.sync)
 
     def plan(config: SyncConfig) -> ExchangePlan:
-        def bind(buckets: Sequence[Bucket]) -> Synchronizer:
+        def bind(buckets: Sequence[Bucket]) -> Method:
             statistics = RunningStatistics(model)
             names = [bucket.names for bucket in buckets]
             if statistics.flat is not None:
@@ -278,7 +280,7 @@ def replicate(
             make = SYNCHRONIZERS[_method(buckets, config, run)](model)
             made = make(buckets, optimizer, statistics, config, groups)
             run.context.keep("synchronizer", made)
-            return made
+            return Method.by_gradients(made)
 
         return _plan(config, run, bind)
 
@@ -331,13 +333,13 @@ def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> Gr
     optimizer = pair.optimizer
     groups = ExchangeGroups(run, model, given.sync, index)
 
-    def bind(buckets: Sequence[Bucket]) -> Synchronizer:
+    def bind(buckets: Sequence[Bucket]) -> Method:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
         make = SYNCHRONIZERS[_method(buckets, config, run)](model)
         made = make(buckets, optimizer, no_statistics, config, groups)
         run.context.keep(f"synchronizer/{index}", made)
-        return made
+        return Method.by_gradients(made)
 
     trained = TrainedParameters.of(model, optimizer, pair.scope)
     device = next((p.device for p in trained.groups), torch.device("cpu"))

@@ -19,6 +19,7 @@ from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -35,7 +36,7 @@ def accumulate(bench: Bench, number: int, *, inside: bool) -> None:
         with bench.replica.no_sync():
             bench.backward(first)
         bench.replica.begin_batch()
-    with bench.replica.step(number, 1 / bench.communicator.world_size):
+    with replica_step(bench.replica, number, 1 / bench.communicator.world_size):
         if inside:
             with bench.replica.no_sync():
                 bench.backward(first)
@@ -75,7 +76,7 @@ def test_statistics_of_a_step_with_two_exchanges_have_both_forwards(put: bool) -
 
     def work(c: Communicator, bench: Bench, *, looks: bool) -> dict[str, Tensor]:
         for number in range(2):
-            with bench.replica.step(number, 0.5):
+            with replica_step(bench.replica, number, 0.5):
                 if looks:
                     bench.backward(number)
                     assert next(bench.model.parameters()).grad is not None
@@ -116,10 +117,10 @@ def test_a_snapshot_has_the_buffers_from_before_the_first_batch(moment: str) -> 
         changed = buffers(bench)
         copier = StateCopier(snapshots, name, objects, {})
         if moment == "between steps":
-            bench.replica.take_snapshot_between_steps(copier)
+            bench.replica.copy_now(copier)
         else:
-            bench.replica.snapshot_next_step(copier)
-        with bench.replica.step(1, 0.5):
+            bench.replica.copy_in_step(copier)
+        with replica_step(bench.replica, 1, 0.5):
             bench.backward(2)
             bench.optimizer.step()
         return expected, changed, dict(snapshots.state(name)[BUFFERS])
@@ -153,7 +154,7 @@ def test_buffers_are_copied_for_a_batch_that_trains_and_only_once() -> None:
             copied = earlier.values[name]
             assert copied is not None
             assert torch.equal(copied, value)
-        with bench.replica.step(0, 1.0):
+        with replica_step(bench.replica, 0, 1.0):
             bench.model(x).sum().backward()
             bench.optimizer.step()
         assert earlier.values is None

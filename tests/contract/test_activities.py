@@ -24,6 +24,7 @@ from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation
 from paceline.comm.peer_activities import LOOK_S, NO_PEERS, PeerActivities, WaitLimit
 from paceline.errors import ConfigError, IdleTimeout, Message
+from tests.harness.equivalence.steps_by_hand import active_step
 from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.worlds import world_of
 
@@ -92,7 +93,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
 def test_beats_say_what_a_rank_does(ranks: list[Rank]) -> None:
     first, second, _ = ranks
     assert set(second.activities.busy()) == {first.id, ranks[2].id}
-    with first.activities.step(3):
+    with active_step(first.activities, 3):
         wait_until(lambda: second.sees(first, STEP))
         assert set(second.activities.busy()) == {ranks[2].id}
     wait_until(lambda: second.sees(first, WORKING))
@@ -121,11 +122,11 @@ def test_the_first_rank_that_waits_names_a_busy_one_once(
 ) -> None:
     monkeypatch.setattr(module, "_QUIET_S", 0.5)
     busy, *waiting = ranks
-    with busy.activities.step(6), busy.activities.call("world.total()"):
+    with active_step(busy.activities, 6), busy.activities.call("world.total()"):
         pass
     with ExitStack() as stack:
         for one in waiting:
-            stack.enter_context(one.activities.step(7))
+            stack.enter_context(active_step(one.activities, 7))
         for one in waiting:
             wait_until(lambda one=one: one.knows(busy))  # type: ignore[misc]
             wait_until(lambda: waiting[0].sees(waiting[1], STEP))
@@ -149,7 +150,7 @@ def test_a_rank_that_is_busy_for_too_long_ends_the_wait(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, second, third = ranks
-    with second.activities.step(1), third.activities.step(1):
+    with active_step(second.activities, 1), active_step(third.activities, 1):
         wait_until(lambda: second.sees(third, STEP))
         seconds: dict[str, float] = {}
         assert second.activities.look("bucket 0 in step 1", seconds, 1.0) > 0
@@ -172,11 +173,11 @@ def test_a_peer_that_does_something_else_is_named(
 ) -> None:
     first, second, third = ranks
     for one in ranks:
-        with one.activities.step(3), one.activities.call("world.total()"):
+        with active_step(one.activities, 3), one.activities.call("world.total()"):
             pass
     with ExitStack() as stack:
         if instead == "step":
-            stack.enter_context(second.activities.step(4))
+            stack.enter_context(active_step(second.activities, 4))
         elif instead == "call":
             stack.enter_context(second.activities.call("world.merge()"))
         else:
@@ -196,7 +197,10 @@ def test_a_peer_that_has_made_the_call_or_may_still_make_it_is_waited_for(
     first, second, third = ranks
     with second.activities.call("world.total()"):
         pass
-    with second.activities.step(0), first.activities.call("world.total()"):  # it has made it
+    with (
+        active_step(second.activities, 0),
+        first.activities.call("world.total()"),
+    ):  # it has made it
         wait_until(lambda: first.knows(second))
         wait_until(lambda: first.knows(third))
         first.activities.look("world.total()", {}, 1.0)

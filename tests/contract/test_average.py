@@ -35,6 +35,7 @@ from tests.harness.equivalence.averaging import (
     net,
     on_ranks,
 )
+from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.processes.worlds import run_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -252,7 +253,7 @@ class PartlyTrained(nn.Sequential):
 def test_weights_that_nobody_changed_do_not_travel(wire: str) -> None:
     def traffic(worker: Worker, _: Communicator) -> int:
         worker.train(range(4))
-        sizes = worker.replica._average._exchange.traffic
+        sizes = worker.replica.rounds._exchange.traffic
         return sum(sent for sent, _ in sizes)
 
     def make() -> nn.Module:
@@ -470,11 +471,11 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
         order = Order(size=600, batch_size=12)
         for number in range(40):
             place = order.place(0, number, communicator.rank, communicator.world_size)
-            with steps.step(place):
+            with run_step(steps, place):
                 worker.task.train(worker.model, worker.optimizer, number, communicator.rank)
             if number == flipped and communicator.rank == 1:
-                name = next(iter(worker.replica.anchors()))
-                worker.replica.anchors()[name][0] += 1e-13
+                name = next(iter(worker.replica.rounds.anchors()))
+                worker.replica.rounds.anchors()[name][0] += 1e-13
         raise AssertionError("nothing noticed it")
 
     average = Average(every=3, outer=DiLoCo(), delay=1)

@@ -28,7 +28,7 @@ def divided() -> list[tuple[Divided, State]]:
 
     def work(worker: Worker, _: Communicator) -> tuple[Divided, State]:
         worker.train(range(STEPS))
-        state: Divided = copy_state(divide_state(worker.replica._average))
+        state: Divided = copy_state(divide_state(worker.replica.rounds))
         worker.replica.merge()
         return state, worker.merged()
 
@@ -41,7 +41,7 @@ def merged_by_two(of_three: list[tuple[Divided, State]], *, handed_over: bool) -
     def work(worker: Worker, communicator: Communicator) -> State:
         (own, local, shared), _ = of_three[worker.rank]
         parts = [own, of_three[LOST][0][0]] if handed_over and worker.rank else [own]
-        restore_divided(worker.replica._average, parts, local, shared, communicator)
+        restore_divided(worker.replica.rounds, parts, local, shared, communicator)
         worker.replica.merge()
         return worker.merged()
 

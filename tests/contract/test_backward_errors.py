@@ -17,6 +17,7 @@ from tests.harness.equivalence.large_batch import convnet, replicate
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 
 def benches(kind: str, work: Callable[[Bench], str]) -> list[str]:
@@ -84,7 +85,7 @@ def test_an_update_after_a_backward_that_failed_is_refused(kind: str) -> None:
         middle.register_forward_hook(lambda *values: Failing.apply(values[-1], True))
 
         def step() -> None:
-            with bench.replica.step(1, 0.5):
+            with replica_step(bench.replica, 1, 0.5):
                 with suppress(RuntimeError):
                     bench.backward(1)
                 bench.optimizer.step()
@@ -104,7 +105,7 @@ def test_a_step_without_update_after_it_is_none(kind: str) -> None:
         hook = bench.model[3].register_forward_hook(lambda *values: Failing.apply(values[-1], True))
         bench.replica.settle()
         settled = bench.weights()
-        with bench.replica.step(1, 0.5), suppress(RuntimeError):
+        with replica_step(bench.replica, 1, 0.5), suppress(RuntimeError):
             bench.backward(1)
         bench.optimizer.zero_grad()
         bench.replica.settle()
@@ -135,7 +136,7 @@ def test_an_update_that_no_forward_has_installed_is_no_write(kind: str, bucket_b
 
     def train(model: Parts, optimizer: torch.optim.Optimizer, replica: Any) -> list[Tensor]:
         for number in range(5):
-            with nullcontext() if replica is None else replica.step(number, 0.5):
+            with nullcontext() if replica is None else replica_step(replica, number, 0.5):
                 y = model.a(x) if number % 2 else model.b(model.a(x))
                 y.square().mean().backward()
                 optimizer.step()
@@ -169,7 +170,7 @@ def test_a_gradient_that_no_optimizer_has_is_refused(kind: str) -> None:
         replica = replicate(model, optimizer, c, 10**6, **options)
 
         def step(number: int) -> None:
-            with replica.step(number, 0.5):
+            with replica_step(replica, number, 0.5):
                 model.b(model.a(x)).square().mean().backward()
                 optimizer.step()
             optimizer.zero_grad()

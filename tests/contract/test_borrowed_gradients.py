@@ -14,6 +14,7 @@ from tests.harness.equivalence.large_batch import largest_difference
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 
 def wide(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -25,7 +26,7 @@ def wide(dtype: torch.dtype = torch.float64) -> nn.Module:
 def steps(bench: Bench, between: Callable[[Tensor], object], *, settle: bool) -> dict[str, Tensor]:
     """Make three steps, between which something is done to the large gradient."""
     for number in range(3):
-        with bench.replica.step(number, 1 / bench.communicator.world_size):
+        with replica_step(bench.replica, number, 1 / bench.communicator.world_size):
             bench.backward(number)
             bench.optimizer.step()
         if settle:

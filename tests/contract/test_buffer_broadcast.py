@@ -13,6 +13,7 @@ import torch.ao.quantization as quantization
 from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
@@ -23,6 +24,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 
 STEPS, WIDTH = 4, 6
@@ -110,16 +112,17 @@ def train(
 
     def make(buckets: list[Bucket]) -> Any:
         statistics = RunningStatistics(model)
-        return make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
+        made = make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
+        return Method.by_gradients(made)
 
-    plan = ExchangePlan(make_synchronizer=make, bucket_bytes=200)  # type: ignore[arg-type]
+    plan = ExchangePlan(make_method=make, bucket_bytes=200)  # type: ignore[arg-type]
     run = run_of(c)
     buffers = None if own else BufferBroadcast(model, run)
     replica = Replica(model, optimizer, run, lambda: plan, buffers=buffers)
     random, states = torch.Generator().manual_seed(c.rank), []
     for number in range(STEPS):
         change(model, number, c.rank)
-        with replica.step(number, 1 / c.world_size):
+        with replica_step(replica, number, 1 / c.world_size):
             x = torch.randn(samples(c.rank), WIDTH, generator=random)
             model(x).square().mean().backward()
             optimizer.step()

@@ -17,6 +17,7 @@ from tests.contract.test_steps import Rank, files, until_stopped
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.membership.given_membership import GivenMembership
 
 EVERY_OTHER = SavePolicy(steps=2)
@@ -196,7 +197,7 @@ def rescued(ranks: int, folder: Path, steps: int, **options: Any) -> None:
         rank = Rank(c, folder, **options)
         train(rank, steps)
         rank.number = steps
-        with rank.steps.step(rank.place(steps)):
+        with run_step(rank.steps, rank.place(steps)):
             if c.rank == 0:
                 rank.steps.rescue()
             rank.bench.backward(steps % 4)

@@ -30,6 +30,7 @@ from tests.harness.equivalence.large_batch import (
     replicate,
     sgd,
 )
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -78,7 +79,7 @@ def trained(
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, training.gamma)
     for number, (x, y) in enumerate(training.batches):
         training.change(model, optimizer, number, 0)
-        with replica.step(number, 1.0):
+        with replica_step(replica, number, 1.0):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -168,7 +169,7 @@ def test_each_block_waits_for_its_own_buckets_from_the_second_step_on() -> None:
     (x, y), *_ = Training.of(model).batches
     for number in range(2):
         events.clear()
-        with replica.step(number, 1.0):
+        with replica_step(replica, number, 1.0):
             F.cross_entropy(model(x), y).backward()
             ready_in_backward = [p for what, p in events if what == "ready"]
             optimizer.step()

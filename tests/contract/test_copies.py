@@ -32,6 +32,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.twins.communicator import ThreadGroup
 
 STEPS = 5
@@ -108,7 +109,7 @@ def test_a_copy_trains_by_itself_within_the_originals_steps(make: Make, first: i
             p.data.copy_(q.data)
         optimizers = sgd(own), sgd(alone)
         for number in range(first, STEPS):
-            with bench.replica.step(number, 1 / communicator.world_size):
+            with replica_step(bench.replica, number, 1 / communicator.world_size):
                 use(own, optimizers[0], *bench.batches[number])
                 bench.backward(number)
                 use(own, optimizers[0], *bench.batches[number])
@@ -136,10 +137,10 @@ def test_a_copy_calls_no_synchronizer(
         bench.step(number)
     own = copy.deepcopy(bench.model)
     called: list[str] = []
-    for name in ("before_read", "gradient_ready", "settle", "wait_until_gradients_writable"):
+    for name in ("before_read", "gradient_ready", "settle", "wait_writable"):
         synchronizer = bench.replica._binding.synchronizer
         monkeypatch.setattr(synchronizer, name, lambda *_, name=name: called.append(name))
-    with bench.replica.step(steps, 1.0):
+    with replica_step(bench.replica, steps, 1.0):
         called.clear()
         use(own, sgd(own), *bench.batches[0])
         assert called == []
@@ -177,7 +178,7 @@ def test_a_copy_of_an_optimizer_steps_its_own_model(kind: type[torch.optim.SGD])
     x, y = Training.of(model).batches[0]
     own, own_optimizer = copy.deepcopy((model, optimizer))
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    with replica.step(0, 1.0):
+    with replica_step(replica, 0, 1.0):
         F.cross_entropy(model(x), y).backward()
         for each, its in ((own, own_optimizer), (alone, plain_optimizer)):
             use(each, its, x, y)
@@ -285,7 +286,7 @@ def test_one_rank_may_update_the_statistics_of_its_average_of_weights() -> None:
         bench = Bench.of(c, model)
         average = AveragedModel(bench.model)
         for number in range(3):
-            with bench.replica.step(number, 1 / c.world_size):
+            with replica_step(bench.replica, number, 1 / c.world_size):
                 bench.backward(number)
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from paceline.generation.run import Run
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import open_context, world_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -55,7 +56,7 @@ def test_replicas_are_equal_along_the_data_axis_and_summaries_are_of_all_ranks()
             replica = replicate(model, optimizer, run, SyncConfig(sync="allreduce"), share)
             rank, ranks = run.rank_and_size()
             started = layers[1].weight.item()
-            with replica.step(0, 1 / ranks):
+            with replica_step(replica, 0, 1 / ranks):
                 output = model(torch.full((1, 1), float(own.rank)).double())
                 (own.rank * output).sum().backward()
                 optimizer.step()

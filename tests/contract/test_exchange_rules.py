@@ -17,6 +17,7 @@ from tests.harness.equivalence.case_models import Tied
 from tests.harness.equivalence.large_batch import Training, convnet, largest_difference
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
 
@@ -102,7 +103,7 @@ def test_memory_is_sent_again_only_after_it_came_back() -> None:
         bench = Bench.of(Watched(communicator), model, bucket_bytes=1)
         for number, (x, y) in enumerate(batches):
             local = slice(communicator.rank, None, 2)
-            with bench.replica.step(number, len(x[local]) / len(x)):
+            with replica_step(bench.replica, number, len(x[local]) / len(x)):
                 F.cross_entropy(forward(bench.model, number, x[local]), y[local]).backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()
@@ -128,7 +129,7 @@ def diary_of_a_step(model: nn.Module, *, late: bool) -> tuple[list[tuple[str, in
     bench.step(1)  # what is read where has been learned
     watched.events.clear()
     watched.late = late
-    with bench.replica.step(2, 1.0):
+    with replica_step(bench.replica, 2, 1.0):
         bench.backward(2)
         bench.optimizer.step()
     return watched.events, [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
@@ -169,7 +170,7 @@ def test_all_ranks_send_in_one_order_whatever_order_backward_takes() -> None:
         bench = Bench.of(watched, model, bucket_bytes=1)
         x, y = bench.batches[0]
         for number in range(3):
-            with bench.replica.step(number, 1 / 2):
+            with replica_step(bench.replica, number, 1 / 2):
                 F.cross_entropy(bench.model(x, communicator.rank), y).backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()
@@ -190,7 +191,7 @@ def test_nothing_is_installed_before_the_steps_end(model: nn.Module, when: str) 
         if when == "in backward":
             last = bench.model[0].weight  # type: ignore[index]
             last.register_hook(lambda _: seen.append(bench.weights()))
-        with bench.replica.step(1, 1 / 2):
+        with replica_step(bench.replica, 1, 1 / 2):
             bench.backward(1)
             if when == "after another forward":
                 bench.model(bench.batches[1][0])
@@ -272,7 +273,7 @@ def test_a_second_backward_in_each_step_doubles_the_gradients() -> None:
     def train(communicator: Communicator, *, twice: bool) -> list[Tensor]:
         bench = Bench.of(communicator, model)
         for number in range(3):
-            with bench.replica.step(number, 1 / communicator.world_size):
+            with replica_step(bench.replica, number, 1 / communicator.world_size):
                 if twice:
                     backward_twice(bench, number)
                 else:
@@ -293,7 +294,7 @@ def test_a_second_backward_is_refused_where_the_first_step_had_one() -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
         bench.step(0)
-        with bench.replica.step(1, 1.0):
+        with replica_step(bench.replica, 1, 1.0):
             backward_twice(bench, 1)
 
     with pytest.raises(ConfigError, match=r"inner\.weight was accumulated twice in step 1"):

@@ -29,6 +29,7 @@ from tests.harness.equivalence.exchange_state import (
 from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import MakeIntraMachine, in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of, world_of
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
@@ -96,7 +97,7 @@ def test_a_step_without_an_update_leaves_what_was_missed() -> None:
     def work(rank: Rank) -> None:
         rank.train(0)
         before = rank.state()
-        with rank.replica.step(1, 0.5):
+        with replica_step(rank.replica, 1, 0.5):
             rank.backward(1)
             rank.optimizer.zero_grad()
         assert same(rank.state(), before)
@@ -112,7 +113,7 @@ def test_freezing_a_layer_leaves_what_was_missed_of_the_others() -> None:
         before = rank.state()["exchange"]
         frozen = next(rank.model.parameters())
         frozen.requires_grad_(False)
-        with rank.replica.step(1, 0.5):
+        with replica_step(rank.replica, 1, 0.5):
             rank.backward(1)
             rank.optimizer.zero_grad()
         after = rank.state()["exchange"]

@@ -35,6 +35,7 @@ from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.case_steps import adam
 from tests.harness.equivalence.large_batch import Training, convnet, largest_difference, sgd
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import open_context, world_of
 
 CPU, LIMITS = torch.device("cpu"), (10.0, 10.0)
@@ -90,7 +91,7 @@ class Member:
         for held in self.snapshots.held[-1:]:
             self.snapshots.commit(held)
         position = {"step": name.step}
-        replica.snapshot_next_step(StateCopier(self.snapshots, name, self.objects, position))
+        replica.copy_in_step(StateCopier(self.snapshots, name, self.objects, position))
 
     def go_back(self, name: SnapshotName) -> Mapping[str, Any]:
         """Restore a snapshot that all members hold; return what this one alone owned."""
@@ -153,7 +154,7 @@ class Elastic:
                 run = Run(context=context)
                 replica = replicate(member.model, member.optimizer, run, self.config)
                 try:
-                    state = replica._binding.synchronizer.state
+                    state = replica._binding.state
                     assert state is None or not parts or state.restore(state.combine(parts))
                     self._train_steps(number, member, replica, c)
                 finally:
@@ -175,7 +176,7 @@ class Elastic:
                 member.take(SnapshotName(f"token {number}", step), replica)
             x, y = self.training.batches[step]
             cuts = [len(x) * rank // c.world_size for rank in (c.rank, c.rank + 1)]
-            with replica.step(step, (cuts[1] - cuts[0]) / len(x)):
+            with replica_step(replica, step, (cuts[1] - cuts[0]) / len(x)):
                 pass_by("begin")
                 loss = F.cross_entropy(member.model(x[slice(*cuts)]), y[slice(*cuts)])
                 pass_by("forward")

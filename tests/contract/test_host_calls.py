@@ -17,6 +17,7 @@ from paceline.comm.communicator import Communicator
 from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 LARGE = 256  # a layer has 263 kB: in several buckets, where there are several ranks
 SMALL = 16
@@ -95,7 +96,7 @@ def test_layers_add_no_calls_to_those_of_plain_torch(kind: str) -> None:
         def on_rank(communicator: Communicator) -> Counter[str]:
             def bind(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
                 replica = replicate(model, optimizer, communicator, 10**6, **options)
-                return lambda number: replica.step(number, 1 / ranks)
+                return lambda number: replica_step(replica, number, 1 / ranks)
 
             return train(layers, SMALL, bind)[0]
 
@@ -127,7 +128,7 @@ def test_a_world_of_one_weighs_gradients_where_samples_are_missing(
         replica = replicate(model, optimizer, communicator, 10**6)
         seen = []
         for number, weight in enumerate(weights):
-            with replica.step(number, weight):
+            with replica_step(replica, number, weight):
                 loss(model, x, weight).backward()
                 seen.append(model[1].weight.grad.clone())
                 optimizer.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from paceline.errors import ConfigError
 from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 SHARES = ((5, 2), (1, 6), (3, 0), (2, 2), (0, 4), (1, 3))  # of two ranks, by step
 FULL = (0, 1, 3, 5)  # steps in which both ranks have samples
@@ -63,8 +63,14 @@ class Batches:
 class Alone:
     """Steps of one process with all samples."""
 
-    def step(self, number: int, weight: float) -> AbstractContextManager[None]:
-        return nullcontext()
+    def begin(self, number: int, weight: float, samples: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
 
 def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -74,14 +80,14 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 
 def never_zeroed(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in FULL:
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
 
 
 def zeroed_every_other_step(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in range(len(SHARES)):
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             if number % 2 == 0:
                 optimizer.zero_grad()
             backward(model, batches[number])
@@ -92,7 +98,7 @@ def stepped_every_other_step(
     model: nn.Module, optimizer: Any, world: Any, batches: Batches
 ) -> None:
     for number in range(len(SHARES)):
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             if number % 2:
                 optimizer.step()
@@ -103,7 +109,7 @@ def zeroed_after_the_forward(
     model: nn.Module, optimizer: Any, world: Any, batches: Batches
 ) -> None:
     for number in range(len(SHARES)):
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             x, y = batches[number]
             loss = F.cross_entropy(model(x), y) if len(x) else None
             optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -116,7 +122,7 @@ def zeroed_in_place_after_the_step(
     model: nn.Module, optimizer: Any, world: Any, batches: Batches
 ) -> None:
     for number in range(len(SHARES)):
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -124,7 +130,7 @@ def zeroed_in_place_after_the_step(
 
 def one_layer_kept(model: Any, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in FULL:
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
         for layer in (model.first, model.wide, model.last):
@@ -134,7 +140,7 @@ def one_layer_kept(model: Any, optimizer: Any, world: Any, batches: Batches) -> 
 
 def looked_at_on_one_rank(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in FULL:
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
         if batches.weight(0) > 0.5:  # on rank 0
@@ -143,7 +149,7 @@ def looked_at_on_one_rank(model: nn.Module, optimizer: Any, world: Any, batches:
 
 def zeroed_by_hand(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in FULL:
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
         for p in model.parameters():
@@ -200,7 +206,7 @@ def never_zeroed_in_one_share(
     model: nn.Module, optimizer: Any, world: Any, batches: Batches
 ) -> None:
     for _ in range(4):
-        with world.step(0, batches.weight(0)):
+        with replica_step(world, 0, batches.weight(0)):
             backward(model, batches[0])
             optimizer.step()
 
@@ -209,7 +215,7 @@ def never_zeroed_but_clipped(
     model: nn.Module, optimizer: Any, world: Any, batches: Batches
 ) -> None:
     for number in (0, 1, 3, 5):  # each rank has samples
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
@@ -232,14 +238,14 @@ def accumulated_before_the_step(
     for number in FULL:
         with world.no_sync():
             backward(model, batches[0])
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[0])
             optimizer.step()
 
 
 def without_samples(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
     for number in range(3):
-        with world.step(number, batches.weight(number)):
+        with replica_step(world, number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
 

@@ -32,6 +32,7 @@ from paceline.replica.live_hooks import patch
 from paceline.run.backup.durable_files import DurableFiles
 from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.state.checkpoint_writer import Checkpoint
+from tests.harness.equivalence.steps_by_hand import active_step
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
@@ -82,7 +83,7 @@ class Members:
     def enter_step(self, number: int, *ranks: int) -> None:
         """Let these members be in a step to their end; the others work outside one."""
         for rank in ranks:
-            self._stack.enter_context(self.all[rank].activities.step(number))
+            self._stack.enter_context(active_step(self.all[rank].activities, number))
 
     def kill(self, *ranks: int) -> None:
         """End members' connections, as the kernel does for processes that are killed at once."""

@@ -142,7 +142,7 @@ def snapshot(name: str, machines: tuple[int, ...], step: int = STEP) -> Snapshot
 
 
 def state_of(rank: Rank) -> RankState:
-    state = rank.replica._binding.synchronizer.state
+    state = rank.replica._binding.state
     assert state is not None
     return state
 

@@ -26,6 +26,7 @@ from tests.harness.equivalence.large_batch import (
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 
 class Lamb(Optimizer):
@@ -249,7 +250,7 @@ def test_an_own_step_that_ignores_its_closure_is_refused(model: nn.Module) -> No
         optimizer = Counting(model.parameters(), lr=0.1)
         replica = replicate(model, optimizer, communicator, 2_000)
         with (
-            replica.step(0, 1.0),
+            replica_step(replica, 0, 1.0),
             pytest.raises(ConfigError, match=r"Counting\.step\(\) was given a"),
         ):
             optimizer.step(lambda: 0.0)

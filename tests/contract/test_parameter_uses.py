@@ -21,6 +21,7 @@ from tests.harness.equivalence.large_batch import Training, convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import KINDS, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 
 class Average:
@@ -223,7 +224,7 @@ def test_copies_have_the_parameters_own_class(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
         for after in ("step", "backward"):
-            with bench.replica.step(0, 0.5):
+            with replica_step(bench.replica, 0, 0.5):
                 bench.backward(0)
                 if after == "step":
                     bench.optimizer.step()
@@ -286,7 +287,7 @@ def test_a_gradient_after_the_step_is_the_global_mean_or_refused(
 
     def train(communicator: Communicator) -> list[Tensor]:
         bench = Bench.of(communicator, model, **options)
-        with bench.replica.step(0, 0.5):
+        with replica_step(bench.replica, 0, 0.5):
             bench.backward(0)
             bench.optimizer.step()
         try:
@@ -316,7 +317,7 @@ def test_one_rank_alone_may_use_a_gradient(model: nn.Module, kind: str) -> None:
     def train(communicator: Communicator) -> list[nn.Parameter]:
         bench = Bench.of(communicator, model, **options)
         for number in range(3):
-            with bench.replica.step(number, 0.5):
+            with replica_step(bench.replica, number, 0.5):
                 bench.backward(number)
                 if communicator.rank == number % 2:
                     assert first_of(bench.model).grad.norm() > 0
@@ -345,7 +346,7 @@ def test_where_ranks_hold_shards_all_use_gradients_or_none(
         bench.step(0)
 
         def step() -> None:
-            with bench.replica.step(1, 1 / sum(machines)):
+            with replica_step(bench.replica, 1, 1 / sum(machines)):
                 bench.backward(1)
                 if communicator.rank == 1:
                     assert first_of(bench.model).grad.norm() > 0

@@ -13,6 +13,7 @@ from paceline.comm.communicator import Communicator
 from paceline.run.precision import Precision
 from tests.harness.equivalence.large_batch import largest_difference, replicate, sgd
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 State = dict[str, torch.Tensor]
 
@@ -42,7 +43,7 @@ def train(
     x, y = data()
     local = slice(communicator.rank, None, communicator.world_size)
     for step in range(3):
-        with replica.step(step, 1 / communicator.world_size):
+        with replica_step(replica, step, 1 / communicator.world_size):
             with precision.forward():
                 loss = F.cross_entropy(own(x[local]), y[local])
             if step == 1 and communicator.rank == overflow_on:
@@ -109,7 +110,7 @@ def test_the_loss_scale_goes_on_from_its_state(model: nn.Module) -> None:
     replica = replicate(model, optimizer, communicator, 100)
     x, y = data()
     for number in range(2):
-        with replica.step(number, 1.0), precision.forward():
+        with replica_step(replica, number, 1.0), precision.forward():
             loss = F.cross_entropy(model(x), y) * (1e35 if number else 1)
             precision.backward_and_update(loss, replica, optimizer)
     state = copy.deepcopy(precision.state_dict())

@@ -27,6 +27,7 @@ from tests.harness.equivalence.large_batch import (
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
@@ -49,7 +50,7 @@ def test_nothing_is_updated_before_the_next_forward_or_settling(model: nn.Module
         bench = Bench.of(communicator, model)
         bench.step(0)
         before = bench.weights()
-        with bench.replica.step(1, 0.5):
+        with replica_step(bench.replica, 1, 0.5):
             bench.backward(1)  # installs step 0's result
             first = bench.weights()
             assert differ(before, first)
@@ -131,7 +132,7 @@ def test_reduced_gradients_are_the_callers_to_keep(model: nn.Module, set_to_none
     def train(communicator: Communicator) -> dict[str, torch.Tensor]:
         bench = Bench.of(communicator, model)
         for number in range(6):
-            with bench.replica.step(number, 1 / 2):
+            with replica_step(bench.replica, number, 1 / 2):
                 bench.backward(number)
                 if number % 2 == 0:
                     bench.replica.reduce()
@@ -160,7 +161,7 @@ def test_one_rank_alone_may_look_at_the_statistics() -> None:
         optimizer = sgd(own)
         replica = replicate(own, optimizer, communicator, 10**6)
         for number in range(5):
-            with replica.step(number, 0.5):
+            with replica_step(replica, number, 0.5):
                 out = own(x[number, communicator.rank])
                 if looks and communicator.rank == 0:
                     own.state_dict()
@@ -190,7 +191,7 @@ def test_running_statistics_are_weighted_by_samples(by_puts: bool) -> None:
         replica = replicate(own, optimizer, communicator, 10**6, kind)
         begin, end = cuts[communicator.rank : communicator.rank + 2]
         for number in range(5):
-            with replica.step(number, (end - begin) / 12):
+            with replica_step(replica, number, (end - begin) / 12):
                 part = x[number, begin:end]
                 own(part if begin < end else torch.full((2, 4), math.inf).double()).sum().backward()
                 optimizer.step()
@@ -234,7 +235,7 @@ def test_frozen_statistics_stay_to_the_bit() -> None:
         optimizer = sgd(own)
         replica = replicate(own, optimizer, communicator, 10**6)
         for number in range(10):
-            with replica.step(number, 1 / 3):
+            with replica_step(replica, number, 1 / 3):
                 own(torch.ones(4, 3)).sum().backward()
                 optimizer.step()
         return own.state_dict()["0.running_mean"]
@@ -274,7 +275,7 @@ def test_what_is_read_outside_of_a_module_is_never_stale(
         bench = Bench.of(communicator, model, bucket_bytes=1)
         for number, (x, y) in enumerate(bench.batches):
             local = slice(communicator.rank, None, communicator.world_size)
-            with bench.replica.step(number, len(x[local]) / len(x)):
+            with replica_step(bench.replica, number, len(x[local]) / len(x)):
                 F.cross_entropy(forward(bench.model, x[local], number), y[local]).backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()
@@ -324,7 +325,7 @@ def test_a_sparse_gradient_of_a_layer_without_sparse_is_refused() -> None:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
         replica = replicate(own, optimizer, communicator, 10**6)
-        with replica.step(0, 1.0):
+        with replica_step(replica, 0, 1.0):
             F.embedding(torch.tensor([[0, 1]]), own[0].weight, sparse=True).sum().backward()
 
     with pytest.raises(ConfigError, match=r"0\.weight is sparse"):
@@ -338,7 +339,7 @@ def test_a_model_parameter_that_the_optimizer_does_not_know_stays(model: nn.Modu
         optimizer = torch.optim.SGD(own[6].parameters(), lr=0.1)  # type: ignore[index]
         replica = replicate(own, optimizer, communicator, 2_000)
         x, y = Training.of(own).batches[0]
-        with replica.step(0, 0.5):
+        with replica_step(replica, 0, 0.5):
             F.cross_entropy(own(x), y).backward()
             optimizer.step()
         after = own.state_dict()

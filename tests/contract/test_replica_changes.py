@@ -26,6 +26,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
@@ -67,14 +68,14 @@ def test_what_is_frozen_travels_no_more(model: nn.Module) -> None:
 
 def test_nothing_is_bound_anew_where_nothing_changed(model: nn.Module) -> None:
     bench = Bench.of(Counting(ThreadGroup(1), 0), model)
-    buckets = bench.replica._binding.synchronizer.buckets
+    buckets = bench.replica._binding.buckets
     for number in range(3):
         bench.step(number)
         bench.optimizer.load_state_dict(copy.deepcopy(bench.optimizer.state_dict()))
         bench.model.eval()
         bench.model.train()
         bench.model.load_state_dict(copy.deepcopy(bench.model.state_dict()))
-    assert bench.replica._binding.synchronizer.buckets is buckets
+    assert bench.replica._binding.buckets is buckets
 
 
 def test_only_what_is_new_is_broadcast(model: nn.Module) -> None:
@@ -230,7 +231,7 @@ def test_unfreezing_within_a_step_is_refused(model: nn.Module) -> None:
 
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1.0):
+        with replica_step(bench.replica, 0, 1.0):
             bench.model[0].bias.requires_grad_(True)  # type: ignore[index, union-attr]
             bench.backward(0)
             bench.optimizer.step()
@@ -255,7 +256,7 @@ def test_accumulating_goes_on_where_what_is_trained_changes(model: nn.Module) ->
         bench = Bench.of(communicator, model)
         bench.step(0)
         bench.model[0].requires_grad_(False)  # type: ignore[index]
-        with bench.replica.no_sync(), bench.replica.step(1, 1 / communicator.world_size):
+        with bench.replica.no_sync(), replica_step(bench.replica, 1, 1 / communicator.world_size):
             bench.backward(1)
             bench.backward(2)
             bench.optimizer.step()
@@ -287,12 +288,12 @@ def test_another_plan_needs_no_second_lesson(model: nn.Module) -> None:
         lambda *_: watched.append(_get_current_dispatch_mode() is not None)
     )
     for number, (x, y) in enumerate(Training.of(model, steps=3).batches):
-        with replica.step(number, 1.0):
+        with replica_step(replica, number, 1.0):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert watched == [True, False, False]
-    assert len(replica._binding.synchronizer.buckets) == len(list(model.parameters()))
+    assert len(replica._binding.buckets) == len(list(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -337,7 +338,7 @@ def test_a_copy_of_a_model_with_sync_bn_evaluates_by_itself() -> None:
     synced = convert_sync_batchnorm(model, run_of(layers), share)
     replica = replicate(synced, sgd(synced), ThreadGroup(1).communicator(0), 2_000, share=share)
     x = torch.randn(5, 4, dtype=torch.float64)
-    with replica.step(0, 1.0):
+    with replica_step(replica, 0, 1.0):
         synced(x).sum().backward()
     average = copy.deepcopy(synced).eval()
     before = layers.summed
@@ -411,7 +412,7 @@ def test_what_is_read_outside_is_never_stale_whatever_the_first_step_does(
                 return F.cross_entropy(own.bias + own.body(x), y)  # the model itself isn't called
 
             bench.model.body[1].bias.requires_grad_(not changes or number < 4)  # type: ignore[index, union-attr]
-            with bench.replica.step(number, len(x[local]) / len(x)):
+            with replica_step(bench.replica, number, len(x[local]) / len(x)):
                 backward(bench.replica, number, loss)
                 if number != skipped:
                     bench.optimizer.step()

@@ -23,6 +23,7 @@ from tests.contract.test_steps import Rank, until_stopped
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import run_step
 
 Flip = Callable[[Rank], None]
 FLIPPED_BEFORE, STEPS = 5, 200
@@ -350,7 +351,7 @@ def test_a_step_that_some_ranks_leave_out_is_an_error_on_all(
     def work(c: Communicator) -> None:
         rank = Rank(c, tmp_path, kind=kind)
         for number in range(8):
-            with rank.steps.step(rank.place(number)):
+            with run_step(rank.steps, rank.place(number)):
                 leaves = number == 3 and c.rank in hurt
                 if not (leaves and where == "the whole step"):
                     rank.bench.backward(number % 4)
@@ -374,7 +375,7 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_at_once_with_shards(
     def work(c: Communicator) -> None:
         rank = Rank(c, tmp_path, kind=kind)
         rank.train(0)
-        with rank.steps.step(rank.place(1)):
+        with run_step(rank.steps, rank.place(1)):
             rank.bench.backward(1)
             if c.rank != hurt:
                 rank.bench.optimizer.step()
@@ -391,7 +392,7 @@ def test_a_step_that_all_ranks_leave_out_is_none(tmp_path: Path, sync: str) -> N
     def work(c: Communicator) -> None:
         rank = Rank(c, tmp_path, kind=kind)
         for number in range(8):
-            with rank.steps.step(rank.place(number)):
+            with run_step(rank.steps, rank.place(number)):
                 if number in (3, 4):
                     continue
                 rank.bench.backward(number % 4)

@@ -33,6 +33,7 @@ from tests.harness.equivalence.large_batch import (
 )
 from tests.harness.equivalence.put_synchronizers import in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.twins.communicator import ThreadGroup
 
 pytestmark = [
@@ -351,7 +352,7 @@ def test_a_lossy_wire_leaves_the_rows_as_they_are() -> None:
             rank, size = communicator.rank, communicator.world_size
             x = x.repeat(2, 1)  # both ranks have samples
             local = x if whole else x[rank::size]
-            with replica.step(number, len(local) / len(x)):
+            with replica_step(replica, number, len(local) / len(x)):
                 dense = own["dense"](torch.ones(len(local), 4)).pow(2).mean()
                 (own["table"](local).pow(2).mean() + dense).backward()
                 optimizer.step()
@@ -377,7 +378,7 @@ def test_one_rank_settles_alone_while_the_others_are_in_a_collective(name: str) 
         replica = replicate(own, optimizer, communicator, 2_000, kind)
         for number, count in enumerate((2, 5, 12)):
             x, y = (t[communicator.rank : count : 2] for t in batches()[2])
-            with replica.step(number, len(x) / count):
+            with replica_step(replica, number, len(x) / count):
                 loss_of(own, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -404,7 +405,7 @@ def test_running_statistics_travel_beside_tables(name: str) -> None:
         replica = replicate(own, optimizer, communicator, 2_000, kind)
         for number, (x, y) in enumerate(batches()):
             if len(x) > 1:
-                with replica.step(number, 1 / communicator.world_size):
+                with replica_step(replica, number, 1 / communicator.world_size):
                     loss_of(own, x, y).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -487,7 +488,7 @@ def test_a_gradient_is_the_global_mean_after_backward_and_after_the_step() -> No
         replica = replicate(own, optimizer, communicator, 2_000, kind)
         (weight,) = own.parameters()
         for number, after in enumerate([False, True]):
-            with replica.step(number, [0.25, 0.75][communicator.rank]):
+            with replica_step(replica, number, [0.25, 0.75][communicator.rank]):
                 own(torch.tensor([communicator.rank, 7])).sum().backward()
                 if not after:
                     assert weight.grad is not None

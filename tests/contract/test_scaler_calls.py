@@ -13,6 +13,7 @@ from paceline.comm.communicator import Communicator
 from tests.contract.test_replica_check import method
 from tests.harness.equivalence.large_batch import Kind, convnet, made_up_batches, replicate
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 STEPS = 6
 
@@ -37,7 +38,7 @@ def train(
     for number, (x, y) in enumerate(made_up_batches([12] * STEPS)):
         training = [rank for rank in range(c.world_size) if rank != number % c.world_size]
         parts = dict(zip(training, torch.arange(12).chunk(len(training)), strict=True))
-        with replica.step(number, len(parts.get(c.rank, ())) / 12):
+        with replica_step(replica, number, len(parts.get(c.rank, ())) / 12):
             optimizer.zero_grad()
             if c.rank in parts:
                 with torch.autocast("cpu", dtype):

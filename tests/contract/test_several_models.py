@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.method import Method
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
@@ -25,6 +26,7 @@ from paceline.replica.trained_parameters import Scope
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadCommunicator, ThreadGroup
 
@@ -85,13 +87,14 @@ def replica_of(
 ) -> GroupedReplica:
     def make(buckets: tuple[Bucket, ...]) -> Any:
         updater = make_updater(optimizer, buckets)
-        return make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
+        made = make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
+        return Method.by_gradients(made)
 
     return GroupedReplica(
         model,
         optimizer,
         run_of(communicator),
-        lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=10**6),  # type: ignore[arg-type]
+        lambda: ExchangePlan(make_method=make, bucket_bytes=10**6),  # type: ignore[arg-type]
         share=BatchShare(),
         scope=Scope(),
         purpose="steps",
@@ -107,12 +110,12 @@ def on_ranks(size: int, function: Callable[[Pair], Any], *, norm: bool = False) 
 def test_a_model_that_no_optimizer_steps_sends_nothing() -> None:
     def train(pair: Pair) -> list[tuple[int, int]]:
         def generator_only() -> None:
-            with pair.group.step(0, 0.5):
+            with replica_step(pair.group, 0, 0.5):
                 pair.both(0).backward()
                 pair.opt_m.step()
 
         def neither() -> None:
-            with pair.group.step(1, 0.5):
+            with replica_step(pair.group, 1, 0.5):
                 pair.both(1).backward()
 
         return [pair.sent(generator_only), pair.sent(neither)]
@@ -124,7 +127,7 @@ def test_gradients_that_a_step_leaves_may_be_replaced_but_not_used() -> None:
     def train(pair: Pair) -> None:
         weight: Any = pair.judge[0].weight
         for number in range(2):
-            with pair.group.step(number, 0.5):
+            with replica_step(pair.group, number, 0.5):
                 pair.both(0).backward()
                 pair.opt_m.step()
             with pytest.raises(ConfigError, match=r"Sequential was used after a step in which"):
@@ -140,7 +143,7 @@ def test_gradients_that_a_step_leaves_may_be_replaced_but_not_used() -> None:
 def test_gradients_of_another_pass_that_are_zeroed_are_sent_once() -> None:
     def train(pair: Pair) -> tuple[int, int]:
         def step() -> None:
-            with pair.group.step(0, 0.5):
+            with replica_step(pair.group, 0, 0.5):
                 pair.both(0).backward()
                 pair.opt_m.step()
                 pair.opt_j.zero_grad(set_to_none=pair.rank > 0)
@@ -155,13 +158,13 @@ def test_gradients_of_another_pass_that_are_zeroed_are_sent_once() -> None:
 def test_an_interrupted_update_is_dropped_where_a_scaler_skips_the_step() -> None:
     def train(pair: Pair) -> list[Tensor]:
         before = [p.detach().clone() for p in pair.judge.parameters()]
-        with pair.group.step(0, 0.5):
+        with replica_step(pair.group, 0, 0.5):
             pair.both(0).backward()
             pair.group.replicas[1].reduce()  # and no step, as after an overflow
             pair.opt_m.step()
         pair.group.settle()
         assert all(map(torch.equal, before, pair.judge.parameters()))
-        with pair.group.step(1, 0.5):
+        with replica_step(pair.group, 1, 0.5):
             pair.opt_j.zero_grad()
             pair.both(1).backward()
             pair.opt_j.step()
@@ -183,7 +186,7 @@ def test_the_replica_check_sums_all_models() -> None:
             parts = ChecksumParts()
             objects = replace(first, others=[second])
             copier = StateCopier(parts, SnapshotName("", 0), objects, {})
-            pair.group.take_snapshot_between_steps(copier)
+            pair.group.copy_now(copier)
             return parts.result()
 
         before = checksums()
@@ -201,7 +204,7 @@ def test_the_summary_of_a_step_has_a_bit_for_each_optimizer() -> None:
     def train(pair: Pair) -> list[int]:
         found = []
         for number, optimizers in enumerate([(), (pair.opt_m,), (pair.opt_m, pair.opt_j)]):
-            with pair.group.step(number, 0.5):
+            with replica_step(pair.group, number, 0.5):
                 pair.both(number).backward()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -216,7 +219,7 @@ def test_ranks_may_exchange_models_in_different_orders() -> None:
     waiting = threading.Event()
 
     def train(pair: Pair) -> list[Tensor]:
-        with pair.group.step(0, 1 / 3):
+        with replica_step(pair.group, 0, 1 / 3):
             pair.both(0).backward()
             if pair.rank == 0:
                 waiting.set()
@@ -237,7 +240,7 @@ def test_ranks_may_exchange_models_in_different_orders() -> None:
 def test_statistics_that_move_in_another_models_pass_are_averaged(ranks: int) -> None:
     def train(pair: Pair) -> tuple[Tensor, Tensor]:
         norm: Any = pair.judge[1]
-        with pair.group.step(0, 1 / ranks):
+        with replica_step(pair.group, 0, 1 / ranks):
             pair.both(0).backward()
             pair.opt_m.step()
         local = norm.running_mean.clone()
@@ -256,7 +259,7 @@ def test_statistics_that_no_rank_moves_keep_all_bits() -> None:
     def train(pair: Pair) -> Tensor:
         norm: Any = pair.judge[1]
         for number in range(2):
-            with pair.group.step(number, 1 / 3):
+            with replica_step(pair.group, number, 1 / 3):
                 pair.both(number).backward()
                 pair.opt_j.step()
             pair.opt_j.zero_grad()
@@ -274,7 +277,7 @@ def test_statistics_that_no_rank_moves_keep_all_bits() -> None:
 def test_a_rank_that_moves_no_statistics_gets_the_others() -> None:
     def train(pair: Pair) -> Tensor:
         norm: Any = pair.judge[1]
-        with pair.group.step(0, float(pair.rank == 0)):
+        with replica_step(pair.group, 0, float(pair.rank == 0)):
             if pair.rank == 0:  # the other one has no samples
                 pair.both(0).backward()
             pair.opt_j.step()

@@ -27,6 +27,7 @@ from tests.harness.equivalence.exchange_state import (
 from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -106,7 +107,7 @@ def test_what_was_missed_of_reduced_gradients_is_as_with_replicas() -> None:
     def train(kind: Any) -> list[dict[str, Tensor]]:
         def work(c: Communicator) -> State:
             rank = Rank(c, make, None)
-            with rank.replica.step(0, 0.5):
+            with replica_step(rank.replica, 0, 0.5):
                 rank.backward(0)
                 rank.replica.reduce()
                 rank.optimizer.step()
@@ -237,7 +238,7 @@ def test_the_state_of_a_parameter_with_gaps_in_its_memory_is_gathered_in_its_ord
         model.weight = nn.Parameter(torch.zeros(6, 8)[:, ::2].t())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         replica = replicate(model, optimizer, c, 10**6, kind)
-        with replica.step(0, 0.5):
+        with replica_step(replica, 0, 0.5):
             (model.weight * gradient).sum().backward()
             optimizer.step()
         state = replica.state()

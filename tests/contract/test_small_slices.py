@@ -21,6 +21,7 @@ from paceline.run.small_slices import SmallSlices
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.library.small_training import sgd
 from tests.harness.processes.worlds import run_of
 
@@ -154,7 +155,7 @@ def test_borrowed_samples_count_nothing() -> None:
         bench = Bench.of(c, copy.deepcopy(model))
         for number, batch in enumerate(x):
             place = Order(size=3, batch_size=3).place(0, 0, c.rank, c.world_size, None, 2)
-            with bench.replica.step(number, place.weight):
+            with replica_step(bench.replica, number, place.weight):
                 bench.model(batch[place.computed]).square().mean().backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()

@@ -39,6 +39,7 @@ from tests.harness.equivalence.snapshot_ranks import (
     settled_before,
     undisturbed,
 )
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -311,7 +312,7 @@ def test_a_snapshot_settles_nothing_and_waits_only_where_a_layer_does(sync: str)
 
         x, y = (t[rank.communicator.rank :: 2] for t in BATCHES[2])
         name = rank.take(2)
-        with rank.replica.step(2, 0.5):
+        with replica_step(rank.replica, 2, 0.5):
             assert all(map(torch.equal, before, weights()))
             layers[0].register_forward_hook(look)
             rank.step(rank.replica, rank.model, rank.optimizer, x.float(), y)

@@ -26,6 +26,7 @@ from paceline.state.snapshot_interval import SnapshotInterval
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of
 
@@ -62,7 +63,7 @@ class Rank:
         """Train; return the steps of the snapshots that are held, after each step."""
         held = []
         for number in range(steps):
-            with self.steps.step(ORDER.place(0, number, self.c.rank, self.c.world_size)):
+            with run_step(self.steps, ORDER.place(0, number, self.c.rank, self.c.world_size)):
                 self.bench.backward(number % 4)
                 self.bench.optimizer.step()
                 self.bench.optimizer.zero_grad()

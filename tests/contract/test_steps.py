@@ -29,6 +29,7 @@ from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of
 
@@ -93,7 +94,7 @@ class Rank:
     def train(self, number: int) -> torch.Tensor:
         """Run a step; return a number that it drew."""
         self.number = number
-        with self.steps.step(self.place(number)) as sums:
+        with run_step(self.steps, self.place(number)) as sums:
             drawn = torch.rand(1)
             sums[0] = 10.0**self.communicator.rank
             sums[1] = number
@@ -375,7 +376,7 @@ def test_gradients_that_add_up_over_steps_are_refused_where_files_are_written(
         rank = Rank(communicator, tmp_path)
         for number in range(4):
             try:
-                with rank.steps.step(rank.place(number)):
+                with run_step(rank.steps, rank.place(number)):
                     loss = rank.bench.loss(number % 4)
                     if zeroed == "after the forward":
                         rank.bench.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from tests.harness.equivalence.large_batch import Training, convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 Touch = Callable[[nn.Module, torch.optim.Optimizer], object]
 
@@ -72,7 +73,7 @@ def test_a_used_gradient_is_the_global_mean(
     def train(communicator: Communicator) -> list[nn.Parameter]:
         bench = Bench.of(communicator, model, bucket_bytes=bucket_bytes, **options)
         for number in range(2):
-            with bench.replica.step(number, 0.5):
+            with replica_step(bench.replica, number, 0.5):
                 bench.backward(number)
                 touch(bench.model, bench.optimizer)
                 bench.optimizer.step()
@@ -120,7 +121,7 @@ def test_a_scaler_unscales_the_global_mean(model: nn.Module, how: str) -> None:
         for number in range(2):
             x, y = bench.batches[number]
             own = slice(communicator.rank, None, 2)
-            with bench.replica.step(number, 0.5):
+            with replica_step(bench.replica, number, 0.5):
                 scaled(bench.model, bench.optimizer, (x[own], y[own]), bench)
                 bench.optimizer.zero_grad()
         bench.replica.settle()
@@ -141,7 +142,7 @@ def aliases(bench: Bench) -> list[torch.Tensor]:
 def test_a_write_through_an_alias_is_refused_and_the_parameter_named(model: nn.Module) -> None:
     def train(communicator: Communicator, reduces: bool) -> None:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1.0):
+        with replica_step(bench.replica, 0, 1.0):
             bench.backward(0)
             aliases(bench)[2].mul_(2)
             if reduces:
@@ -159,7 +160,7 @@ def test_a_scaler_of_aliases_is_refused(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         bench, scaler = Bench.of(communicator, model), torch.amp.GradScaler("cpu")
         x, y = bench.batches[0]
-        with bench.replica.step(0, 0.5):
+        with replica_step(bench.replica, 0, 0.5):
             scaler.scale(nn.functional.cross_entropy(bench.model(x), y)).backward()
             for gradient in aliases(bench):
                 gradient.data.mul_(0.5)  # autograd doesn't count this
@@ -174,7 +175,7 @@ def test_a_gradient_of_an_incomplete_bucket_is_reduced_too(model: nn.Module) -> 
 
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model, bucket_bytes=10**9)
-        with bench.replica.step(0, 1.0):
+        with replica_step(bench.replica, 0, 1.0):
             x, y = bench.batches[0]
             nn.functional.cross_entropy(bench.model[:7](x), y).backward()  # type: ignore[index]
             double_one(bench.model, None)
@@ -203,7 +204,7 @@ def test_two_backward_passes_with_a_look_between_add_up(model: nn.Module) -> Non
             (x, y), (u, v) = bench.batches[number], bench.batches[number + 1]
             own = slice(communicator.rank, None, 2)
             how = bench.replica.no_sync if accumulates else nullcontext
-            with bench.replica.step(number, 0.5):
+            with replica_step(bench.replica, number, 0.5):
                 pairs = (x[own], y[own]), (u[own], v[own])
                 twice(bench.model, bench.optimizer, *pairs, how)
                 bench.optimizer.zero_grad()
@@ -222,7 +223,7 @@ def test_two_backward_passes_with_a_look_between_add_up(model: nn.Module) -> Non
 def test_accumulated_gradients_may_be_changed_until_the_last_backward(model: nn.Module) -> None:
     def train(communicator: Communicator) -> torch.Tensor:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1 / 2):
+        with replica_step(bench.replica, 0, 1 / 2):
             with bench.replica.no_sync():
                 bench.backward(0)
             for p in bench.model.parameters():
@@ -234,7 +235,7 @@ def test_accumulated_gradients_may_be_changed_until_the_last_backward(model: nn.
 
     def plain(communicator: Communicator) -> torch.Tensor:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1 / 2):
+        with replica_step(bench.replica, 0, 1 / 2):
             bench.backward(1)
             bench.optimizer.step()
         return bench.model.state_dict()["0.bias"]
@@ -246,7 +247,7 @@ def test_a_step_that_goes_without_an_update_may_drop_its_gradients(model: nn.Mod
     def train(communicator: Communicator) -> bool:
         bench = Bench.of(communicator, model)
         before = bench.weights()
-        with bench.replica.step(0, 1 / 2):
+        with replica_step(bench.replica, 0, 1 / 2):
             bench.backward(0)
             bench.optimizer.zero_grad()
         bench.step(1)
@@ -259,7 +260,7 @@ def test_a_step_that_goes_without_an_update_may_drop_its_gradients(model: nn.Mod
 def test_reducing_twice_is_reducing_once(model: nn.Module) -> None:
     def train(communicator: Communicator, times: int) -> list[torch.Tensor]:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1 / 2):
+        with replica_step(bench.replica, 0, 1 / 2):
             bench.backward(0)
             for _ in range(times):
                 bench.replica.reduce()
@@ -274,7 +275,7 @@ def test_reducing_outside_of_a_step_is_refused(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         Bench.of(communicator, model).replica.reduce()
 
-    with pytest.raises(ConfigError, match=r"outside a step: call it within step\(\)"):
+    with pytest.raises(ConfigError, match=r"outside a step: call it within a step"):
         run_ranks(1, train)
 
 
@@ -283,7 +284,7 @@ def test_a_parameter_that_backward_reaches_only_after_reduce_is_exchanged(model:
         bench = Bench.of(communicator, nn.ModuleList([model, nn.Linear(2, 2).double()]))
         used, late = bench.model.children()
         x, y = bench.batches[0]
-        with bench.replica.step(0, 0.5):
+        with replica_step(bench.replica, 0, 0.5):
             nn.functional.cross_entropy(used(x), y).backward()
             bench.replica.reduce()
             late(torch.full((2, 2), communicator.rank).double()).sum().backward()
@@ -297,7 +298,7 @@ def test_an_accumulating_backward_after_the_last_one_is_refused(model: nn.Module
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
         bench.step(0)
-        with bench.replica.step(1, 1.0):
+        with replica_step(bench.replica, 1, 1.0):
             bench.backward(1)
             with bench.replica.no_sync():
                 bench.backward(1)

@@ -24,6 +24,7 @@ from paceline.generation.run import Run
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.exchange import replicate
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.gloo_processes import spawn
 from tests.harness.processes.worlds import open_context, world_of
 
@@ -51,7 +52,7 @@ class Rank:
 
     def train(self, step: int) -> None:
         """Make a step, and send its summary."""
-        with self.replica.step(step, 1 / RANKS):
+        with replica_step(self.replica, step, 1 / RANKS):
             self.model(torch.ones(2, WIDTH)).sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

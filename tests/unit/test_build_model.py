@@ -20,6 +20,7 @@ from paceline.replica.compiled_modules import is_compiled
 from paceline.session import open_run
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of, world_of
 
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     model = build.make_model(config, CPU, run_of(), share)
     optimizer = build.make_optimizer(model, config.optim, 4)
     replica = build.replicate(model, optimizer, run_of(), SyncConfig(), share)
-    with replica.step(0, 1.0):
+    with replica_step(replica, 0, 1.0):
         assert share.weight == 1.0
         model(torch.randn(2, 3, 32, 32)).sum().backward()
         optimizer.step()

@@ -29,6 +29,7 @@ from paceline.run.autotune.step_schedule import (
 )
 from paceline.wiring import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of, world_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -228,7 +229,7 @@ def predict(
                 before = hooks_of(model)  # the first step traces the reads
             if number:
                 predictor.begin_step()
-            with replica.step(number, 1 / communicator.world_size):
+            with replica_step(replica, number, 1 / communicator.world_size):
                 model(batch).sum().backward()
                 if clip:
                     replica.reduce()
@@ -320,7 +321,7 @@ def test_a_replica_that_closes_in_a_timed_step_leaves_no_hook() -> None:
         replica = replicate(model, optimizer, run, SyncConfig())
         counts = []
         for number in range(UNTIMED + 2):
-            with replica.step(number, 1 / 2):
+            with replica_step(replica, number, 1 / 2):
                 counts.append(hooks_of(model))
                 model(torch.ones(1, 700)).sum().backward()
                 optimizer.step()
@@ -347,7 +348,7 @@ def test_a_predictor_that_has_predicted_can_begin_again() -> None:
                 if number in (4, 8):
                     predicted.append(predictor.predict() is not None)
                     model[1].requires_grad_(False)  # what was measured holds no more
-                with replica.step(number, 1 / communicator.world_size):
+                with replica_step(replica, number, 1 / communicator.world_size):
                     model(torch.ones(2, 3)).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()

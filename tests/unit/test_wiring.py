@@ -161,7 +161,7 @@ def test_forward_computes_in_the_asked_precision(
 def test_the_size_of_a_bucket_decides_how_many_there_are(tmp_path: Path) -> None:
     def buckets(size: str, *flags: str) -> int:
         trainer = trainer_of(tmp_path, "--bucket_mb", size, *flags)
-        return len(trainer.replica._binding.synchronizer.buckets)
+        return len(trainer.replica._binding.buckets)
 
     sharded = ("--sync", "notified", "--update", "sharded")
     assert buckets("100", *sharded) == 3  # with decay, without, and the first layers with it

@@ -23,7 +23,6 @@ from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import CommError, many
 from paceline.generation.run import Run
 from paceline.observe.change_account import ChangeAccount
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
 from paceline.run.backup.unsummed_values import values_to_send
 from paceline.run.position import Position
@@ -286,9 +285,10 @@ class Recovery:
 
     def _end_without_server(self) -> None:
         """Save what all ranks have gone back to, and end, where the averaging server is lost."""
-        if isinstance(self._replica, AveragedReplica) and self._replica.ends is not None:
+        rounds = self._replica.rounds
+        if rounds is not None and rounds.ends is not None:
             self._steps.save_last()
-            raise self._replica.ends
+            raise rounds.ends
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -18,7 +18,6 @@ from paceline.comm.communicator import broadcast_state, gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
 from paceline.generation.run import Run
-from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
@@ -64,7 +63,7 @@ class DurableStart:
         *,
         given: GivenHyperparameters,
         restore: Callable[[Mapping[str, Any]], None],
-        replicas: Callable[[], Sequence[Replica | AveragedReplica]],
+        replicas: Callable[[], Sequence[Replica]],
         report: Callable[[str], object],
         beginning: Callable[[], Mapping[str, Any]] | None = None,
         refusal: Callable[[Position, Position], str] = lambda reached, back: "",

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from paceline.errors import ConfigError, Message
-from paceline.replica.averaged_replica import AVERAGE, WORKERS
+from paceline.replica.averaged_hooks import AVERAGE, WORKERS
 from paceline.state.checkpoint_files import exchange_entry
 
 GIVEN = "given"

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
@@ -26,7 +27,7 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
-from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
+from paceline.replica.averaged_hooks import AVERAGE, WORKERS
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
@@ -123,11 +124,17 @@ class Start:
             if isinstance(part, Optimizer):
                 require_options(name, part)
 
-    def restore_optimizer(self, replica: AveragedReplica) -> None:
-        """Restore a worker's own optimizer state, where its checkpoint is of an averaging run."""
-        state = (self.edited or {}).get(exchange_entry(0))
-        if state is not None and AVERAGE in state:
-            replica.restore_optimizer(state)
+    def restore_optimizer(self, optimizer: Optimizer, group: Group) -> None:
+        """Restore a worker's own optimizer state, if the checkpoint is of a run of as many workers.
+
+        Args:
+            optimizer: the worker's, of a run that averages.
+            group: the workers.
+        """
+        state = (self.edited or {}).get(exchange_entry(0), {})
+        workers = state.get(AVERAGE, {}).get(WORKERS, ())
+        if len(workers) == group.size:
+            optimizer.load_state_dict(workers[group.rank]["optimizer"])
 
     def keep_bucket_size(self, config: SyncConfig, pair: int = 0) -> SyncConfig:
         """Return options with the checkpoint's bucket size, if none is given and bits depend on it.
@@ -142,9 +149,7 @@ class Start:
             return config
         return replace(config, bucket_mb=exchange.get(BUCKET_MB) or _EARLIER_MB)
 
-    def restore_exchange(
-        self, replica: Replica | AveragedReplica, pair: int = 0
-    ) -> tuple[str, ...]:
+    def restore_exchange(self, replica: Replica, pair: int = 0) -> tuple[str, ...]:
         """Restore the exchange's state, if there is any; return sentences for the user.
 
         Args:
@@ -152,7 +157,7 @@ class Start:
             pair: the index of its model and optimizer, where there are several.
         """
         state = (self.edited or {}).get(exchange_entry(pair))
-        averages = isinstance(replica, AveragedReplica)
+        averages = replica.rounds is not None
         averaged = AVERAGE in (state or {})
         if averages and self.state is not None and not averaged:
             return (

@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from paceline.algorithms.average import WeightAverage
-from paceline.algorithms.open_average import open_average
+from paceline.algorithms.average import Averaging
+from paceline.algorithms.method import Method
+from paceline.algorithms.open_average import open_average, size_of_buckets
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
-from paceline.replica.averaged_replica import AveragedReplica
+from paceline.replica.binder import ExchangePlan
+from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
 from tests.harness.equivalence.put_synchronizers import ServerThread, notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 
 State = dict[str, Tensor]
@@ -230,7 +233,7 @@ class Worker:
         self.optimizer = task.make_optimizer(self.model)
         self.fragments: list[list[str]] = []
 
-        def make_weight_average(buckets: Sequence[Bucket]) -> WeightAverage:
+        def make_method(buckets: Sequence[Bucket]) -> Method:
             forward = list(reversed(buckets))
             sizes = [sum(p.nbytes for p in bucket.parameters) for bucket in forward]
             self.fragments = [
@@ -238,25 +241,19 @@ class Worker:
                 for part in cut_into_fragments(sizes, task.average.fragments)
             ]
             statistics = RunningStatistics(self.model)
-            average: WeightAverage = make(buckets, communicator, statistics, self.optimizer)
-            return average
+            average: Averaging = make(buckets, communicator, statistics, self.optimizer)
+            return Method.by_rounds(average)
 
-        self.replica = AveragedReplica(
-            self.model,
-            self.optimizer,
-            run_of(communicator),
-            make_weight_average,
-            bucket_bytes=300,
-            fragments=task.average.fragments,
-            momenta=task.average.momenta,
-        )
+        size = size_of_buckets(self.model.parameters(), 300, task.average.fragments)
+        plan = ExchangePlan(make_method=make_method, bucket_bytes=size, dense=True)
+        self.replica = Replica(self.model, self.optimizer, run_of(communicator), lambda: plan)
 
     def train(self, steps: range) -> None:
         """Make steps."""
         for step in steps:
             step_cuts = self.task.cuts[step]
             share = step_cuts[self.rank + 1] - step_cuts[self.rank]
-            with self.replica.step(step, share / step_cuts[-1], step_cuts[-1]):
+            with replica_step(self.replica, step, share / step_cuts[-1], step_cuts[-1]):
                 self.task.train(self.model, self.optimizer, step, self.rank)
 
     def own(self) -> State:
@@ -288,7 +285,7 @@ def on_ranks(
     average = task.average
     rule, schedule = average.rule.for_workers(task.workers), average.schedule(len(task.cuts))
 
-    def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> WeightAverage:
+    def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> Averaging:
         return open_average(
             buckets,
             statistics,
@@ -298,6 +295,7 @@ def on_ranks(
             fragments=average.fragments,
             mix=average.mix,
             averaged=optimizer if average.momenta == "average" else None,
+            forgets=optimizer if average.momenta == "reset" else None,
         )
 
     make = notified(

@@ -17,6 +17,7 @@ from paceline.state.state_copy import copy_state
 from tests.harness.equivalence.large_batch import convnet, made_up_batches, replicate
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 BATCHES = [(x.float(), y) for x, y in made_up_batches([12] * 6)]
 MODEL = convnet().float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -49,7 +50,7 @@ class Rank:
             assert self.replica.restore(start["exchange"])
 
     def train(self, number: int, scaler: Any = None) -> None:
-        with self.replica.step(number, 1 / self.communicator.world_size):
+        with replica_step(self.replica, number, 1 / self.communicator.world_size):
             self.backward(number, scaler)
             if scaler is None:
                 self.optimizer.step()

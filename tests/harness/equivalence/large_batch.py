@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
-from paceline.algorithms.synchronizer import Synchronizer
+from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.reduce.buckets import Bucket
@@ -28,6 +28,7 @@ from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -179,8 +180,8 @@ class Training:
                 order, rank = Order(size=len(x), batch_size=len(x)), communicator.rank
                 place = order.place(0, 0, rank, communicator.world_size, self.cuts[number])
                 own, weight = place.computed, place.weight
-            with replica.step(
-                number, (own.stop - own.start) / len(x) if weight is None else weight
+            with replica_step(
+                replica, number, (own.stop - own.start) / len(x) if weight is None else weight
             ):
                 local = own if own.stop > own.start else slice(0, 1)
                 step(replica, model, optimizer, x[local], y[local])
@@ -221,13 +222,12 @@ def replicate(
     """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
     def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
-        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+        def make(buckets: Sequence[Bucket]) -> Method:
             updater = getattr(kind, "updater", make_updater)(optimizer, buckets)
             parts = updater, RunningStatistics(model)
-            synchronizer: Synchronizer = kind(buckets, communicator, *parts)
-            return synchronizer
+            return Method.by_gradients(kind(buckets, communicator, *parts))
 
-        return ExchangePlan(make_synchronizer=make, bucket_bytes=bucket_bytes)
+        return ExchangePlan(make_method=make, bucket_bytes=bucket_bytes)
 
     changes = iter(later)
 

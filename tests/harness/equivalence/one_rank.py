@@ -15,6 +15,7 @@ from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.replica.replica import Replica
 from tests.harness.equivalence.large_batch import Training, replicate
+from tests.harness.equivalence.steps_by_hand import replica_step
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Bench:
         self.loss(batch).backward()
 
     def step(self, number: int, *, set_to_none: bool = True) -> None:
-        with self.replica.step(number, 1 / self.communicator.world_size):
+        with replica_step(self.replica, number, 1 / self.communicator.world_size):
             self.backward(number)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=set_to_none)

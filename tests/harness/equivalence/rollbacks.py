@@ -40,6 +40,7 @@ from paceline.state.snapshots import Snapshots
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.membership.given_membership import GivenConnector
 from tests.harness.processes.worlds import open_context, world_of
 
@@ -154,8 +155,8 @@ class Rollbacks:
             if not snapshots.full:
                 name = SnapshotName(run.context.world.generation.token, step)
                 position = {"step": step}
-                replica.snapshot_next_step(StateCopier(snapshots, name, objects, position))
-            with replica.step(step, 1 / c.world_size):
+                replica.copy_in_step(StateCopier(snapshots, name, objects, position))
+            with replica_step(replica, step, 1 / c.world_size):
                 pass_by("begin")
                 loss = F.cross_entropy(*self._predict(model, c, step))
                 pass_by("forward")

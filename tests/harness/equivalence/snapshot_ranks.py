@@ -27,6 +27,7 @@ from paceline.update.state_watch import plain_state
 from tests.harness.equivalence.large_batch import made_up_batches, replicate, usual_step
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 from tests.harness.twins.communicator import ThreadGroup
 
@@ -171,7 +172,7 @@ class Rank:
         """Let the next step, which has this number, take a snapshot."""
         name = SnapshotName(TOKEN, number)
         position = {"step": number, "sums": [0.5 * number]}
-        self.replica.snapshot_next_step(StateCopier(self.snapshots, name, self.objects, position))
+        self.replica.copy_in_step(StateCopier(self.snapshots, name, self.objects, position))
         return name
 
     def train(self, number: int, *, interrupt: bool = False) -> None:
@@ -180,7 +181,7 @@ class Rank:
             self.case.change(self.model, self.optimizer, number, self.communicator.rank)
         world, rank = self.communicator.world_size, self.communicator.rank
         x, y = (t[rank::world] for t in BATCHES[number])
-        with self.replica.step(number, len(x) / len(BATCHES[number][0])):
+        with replica_step(self.replica, number, len(x) / len(BATCHES[number][0])):
             if interrupt:
                 self.backward(x.to(self.case.dtype))
                 raise Interrupted

@@ -120,18 +120,17 @@ class Activities(PeerActivities):
 
     # Calls of the training thread.
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Report that this rank is in a step for as long as the block lasts."""
+    def begin_step(self, number: int) -> None:
+        """Report that this rank is in a step, until `end_step`."""
         self._calls = max(self._calls, 0)  # compared again: all ranks are at the same step
         self._steps = number
         self._set(STEP)
-        try:
-            yield
-            self._steps = number + 1
-        finally:
-            self._last_call = ""
-            self._set(WORKING)
+
+    def end_step(self, *, done: bool) -> None:
+        """Report that this rank has left its step."""
+        self._steps += done
+        self._last_call = ""
+        self._set(WORKING)
 
     @contextmanager
     def call(self, call: str, *, checked: bool = True, remedy: str = "") -> Iterator[None]:
