@@ -152,8 +152,7 @@ def test_no_two_rooms_overlap(
     layout = lay_out(specs, topology)
     taken: list[tuple[int, int]] = []
     for number in range(rooms):
-        buckets = tuple(bucket.room(number) for bucket in layout.buckets)
-        taken += (place for place in places(replace(layout, buckets=buckets)))
+        taken += places(replace(layout, rooms=tuple((each[number],) for each in layout.rooms)))
     taken = sorted(place for place in taken if place[0] < place[1])
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     assert all(end <= (layout.server_size if servers else layout.size) for _, end in taken)

@@ -5,8 +5,7 @@ What a step needs of the layout is computed here once: a step looks up slices, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -141,17 +140,15 @@ class ReceiveBuffer:
 
 
 class BucketStates:
-    """States of all buckets on one rank: one for each room of each bucket.
+    """States of all buckets on one rank.
 
     Args:
-        layout: layout of the window.
-        rank_layout: layout of this rank.
-        templates: for each bucket, tensors of the parameters' shapes and strides.
-        names: for each bucket, the parameters' names, for errors.
+        layout, rank_layout: of the window and of this rank.
+        templates, names: for each bucket, as of `BucketState`.
 
     Attributes:
+        rooms: for each bucket, the states of its rooms.
         first: for each bucket, the state of its first room.
-        rooms: for each bucket, the number of its rooms, (buckets,).
     """
 
     def __init__(
@@ -161,25 +158,16 @@ class BucketStates:
         templates: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
     ) -> None:
-        self._states = [
-            [BucketState(b.room(n), rank_layout, tensors, texts) for n in range(b.spec.rooms)]
-            for b, tensors, texts in zip(layout.buckets, templates, names, strict=True)
+        self.rooms = [
+            [BucketState(room, rank_layout, tensors, texts) for room in rooms]
+            for rooms, tensors, texts in zip(layout.rooms, templates, names, strict=True)
         ]
-        self.first = [states[0] for states in self._states]
-        self.rooms = [len(states) for states in self._states]
-
-    def __len__(self) -> int:
-        """Count the buckets."""
-        return len(self._states)
+        self.first = [rooms[0] for rooms in self.rooms]
 
     def at(self, index: int, version: int) -> BucketState:
         """Return the state of a bucket's version."""
-        states = self._states[index]
-        return states[version % len(states)]
-
-    def __iter__(self) -> Iterator[BucketState]:
-        """Iterate over the states of all rooms of all buckets."""
-        return chain.from_iterable(self._states)
+        rooms = self.rooms[index]
+        return rooms[version % len(rooms)]
 
 
 class BucketState:

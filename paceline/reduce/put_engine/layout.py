@@ -30,7 +30,8 @@ Sums return from them as they are, directly into `sums`. Their windows alone hav
 behind all that they have in common with the workers' windows.
 
 Where a rank may send k versions of a bucket ahead of the last one that it has read (bounded
-staleness), each of these arrays has k + 1 *rooms*: version v is in room v mod (k + 1).
+staleness), each bucket has k + 1 *rooms*: all this memory so many times. Version v is in room
+v mod (k + 1).
 
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
 by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -197,26 +198,16 @@ class BufferArray:
         offset: offset of the first buffer in the window, in bytes.
         stride: distance from one buffer to the next, in bytes.
         count: number of buffers.
-        rooms: number of rooms, each of so many buffers.
     """
 
     offset: int
     stride: int
     count: int
-    rooms: int = 1
 
     @property
     def end(self) -> int:
         """Offset behind the last buffer, bytes."""
-        return self.offset + self.stride * self.count * self.rooms
-
-    def room(self, number: int) -> BufferArray:
-        """Return the buffers of a room."""
-        return BufferArray(
-            offset=self.offset + self.stride * self.count * number,
-            stride=self.stride,
-            count=self.count,
-        )
+        return self.offset + self.stride * self.count
 
     def __getitem__(self, number: int) -> int:
         assert 0 <= number < self.count
@@ -225,7 +216,7 @@ class BufferArray:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Layout of one bucket in a window.
+    """Layout of one room of a bucket in a window.
 
     Attributes:
         index: the bucket's number.
@@ -254,17 +245,6 @@ class BucketLayout:
     def numel(self) -> int:
         """The number of values."""
         return self.shards[-1][-1]
-
-    def room(self, number: int) -> BucketLayout:
-        """Return the layout of the memory of one room."""
-        return replace(
-            self,
-            from_group_ranks=self.from_group_ranks.room(number),
-            from_groups=self.from_groups.room(number),
-            returned_sums=self.returned_sums.room(number),
-            sums=self.sums + number * _aligned(self.numel * self.spec.dtype.itemsize),
-            flags=self.flags + number * _aligned(len(self.spec.lengths)),
-        )
 
     def local_shard(self, local_shard: int) -> slice:
         """Return the values of a local shard."""
@@ -318,21 +298,26 @@ class Layout:
     """Layout of a window: where the memory of each bucket lies.
 
     Attributes:
-        buckets: the layouts of the buckets, in order.
+        rooms: for each bucket, in order, the layouts of its rooms.
         topology: the groups of ranks.
         size: size of the window in bytes.
         server_size: size of a server's window, in bytes, if there are servers.
     """
 
-    buckets: tuple[BucketLayout, ...]
+    rooms: tuple[tuple[BucketLayout, ...], ...]
     topology: Topology
     size: int
     server_size: int = 0
 
     @property
+    def buckets(self) -> tuple[BucketLayout, ...]:
+        """The layouts of the buckets' first rooms."""
+        return tuple(rooms[0] for rooms in self.rooms)
+
+    @property
     def notifications(self) -> int:
         """The number of notifications of a peer."""
-        return 4 * len(self.buckets) + 1
+        return 4 * len(self.rooms) + 1
 
     @property
     def notification_names(self) -> list[str]:
@@ -343,20 +328,22 @@ class Layout:
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay out buckets for the ranks of a topology."""
-    buckets = []
+    buckets = []  # in all rooms
     offset = 0
     for index, spec in enumerate(specs):
-        bucket = _lay_out_bucket(index, spec, topology, offset)
-        buckets.append(bucket)
-        offset = bucket.flags + _aligned(len(spec.lengths)) * spec.rooms
+        for _ in range(spec.rooms):
+            bucket = _lay_out_bucket(index, spec, topology, offset)
+            buckets.append(bucket)
+            offset = _aligned(bucket.flags + len(spec.lengths))
     size = end = offset
-    for index, bucket in enumerate(buckets if topology.servers else ()):
+    for number, bucket in enumerate(buckets if topology.servers else ()):
         spec = bucket.spec
         contribution = spec.header_size + spec.contribution_size(_longest(bucket.shards))
-        from_groups = _buffers(end, contribution, len(topology.contributing), spec.rooms)
-        buckets[index] = replace(bucket, from_groups=from_groups)
+        from_groups = _buffers(end, contribution, len(topology.contributing))
+        buckets[number] = replace(bucket, from_groups=from_groups)
         end = from_groups.end
-    return Layout(buckets=tuple(buckets), topology=topology, size=size, server_size=end)
+    rooms = tuple(tuple(group) for _, group in groupby(buckets, lambda bucket: bucket.index))
+    return Layout(rooms=rooms, topology=topology, size=size, server_size=end)
 
 
 def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
@@ -366,7 +353,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
     if served:
         spec = replace(spec, returns_plain=True)
     plain = spec.codec is None and not (spec.suppresses_zeros or spec.returns_parameters)
-    assert spec.rooms == 1 or plain
+    assert plain or spec.rooms == 1
     head = spec.header_size
     item = spec.dtype.itemsize
     numel = sum(spec.lengths)
@@ -384,17 +371,13 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
     needs_return_buffers = among_workers and (
         group_size > 1 or spec.codec is not None or spec.suppresses_sums
     )
-    rooms = spec.rooms
-    in_group = group_size if group_size > 1 else 0
-    from_group_ranks = _buffers(offset, head + widest * item, in_group, rooms)
+    from_group_ranks = _buffers(offset, head + widest * item, group_size if group_size > 1 else 0)
     contribution = head + spec.contribution_size(longest)
-    among = groups if among_workers else 0
-    from_groups = _buffers(from_group_ranks.end, contribution, among, rooms)
+    from_groups = _buffers(from_group_ranks.end, contribution, groups if among_workers else 0)
     returned = spec.sum_size(longest)
     if spec.returns_parameters:
         returned = max(returned, longest * item)
-    returning = groups if needs_return_buffers else 0
-    returned_sums = _buffers(from_groups.end, returned, returning, rooms)
+    returned_sums = _buffers(from_groups.end, returned, groups if needs_return_buffers else 0)
     return BucketLayout(
         index=index,
         spec=spec,
@@ -403,7 +386,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
         from_groups=from_groups,
         returned_sums=returned_sums,
         sums=returned_sums.end,
-        flags=returned_sums.end + _aligned(numel * item) * rooms,
+        flags=returned_sums.end + _aligned(numel * item),
         topology=topology,
     )
 
@@ -419,8 +402,8 @@ def _longest(shards: Sequence[Sequence[int]]) -> int:
     return max(b - a for shard in shards for a, b in pairwise(shard))
 
 
-def _buffers(offset: int, size: int, count: int, rooms: int) -> BufferArray:
-    return BufferArray(offset=offset, stride=_aligned(size), count=count, rooms=rooms)
+def _buffers(offset: int, size: int, count: int) -> BufferArray:
+    return BufferArray(offset=offset, stride=_aligned(size), count=count)
 
 
 def _aligned(size: int) -> int:

@@ -162,7 +162,7 @@ class PutExchange:
         """
         window = self._window
         ranks = self._ranks
-        count = len(self._buckets)
+        count = len(self._buckets.first)
         if self._owner.error is not None or not self._sender.has_all:
             return
         last = 4 * count
@@ -186,7 +186,7 @@ class PutExchange:
         self._owner.close()
         self._window.close()
         self._owner.join()
-        for bucket in self._buckets:
+        for bucket in self._buckets.first:
             bucket.update = None  # it holds the synchronizer
 
     def _wait_for_sums(self, bucket: BucketState, version: int) -> LocalGradients:
@@ -218,7 +218,7 @@ class PutExchange:
         Raises:
             PeerLost: a peer ended, this one or another; CommTimeout: none came in time.
         """
-        row = kind * len(self._buckets) + bucket.index
+        row = kind * len(self._buckets.first) + bucket.index
         operation = bucket.operation
         with self._timeout.limit(operation) as limit:
             while True:
@@ -260,7 +260,7 @@ class PutExchange:
         """Name the ranks whose contributions, or sums, have not come."""
         ranks = self._ranks
         values = self._window.values
-        count = len(self._buckets)
+        count = len(self._buckets.first)
         peer_owners = ranks.peer_owners.values()
 
         def missing(peers: Sequence[int], kind: int) -> list[int]:

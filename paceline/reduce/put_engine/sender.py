@@ -39,13 +39,13 @@ class Sender:
         self._window = window
         self._ranks = rank_layout
         self._buckets = buckets
-        self.sent = np.zeros(len(buckets), np.int64)
-        self.read = np.zeros(len(buckets), np.int64)
+        self.sent = np.zeros(len(buckets.rooms), np.int64)
+        self.read = np.zeros(len(buckets.rooms), np.int64)
 
     @property
     def has_all(self) -> bool:
         """Whether this rank has read the sums of all that it has sent."""
-        return all(bucket.local_gradients is None for bucket in self._buckets)
+        return bool((self.read == self.sent).all())
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
@@ -101,7 +101,7 @@ class Sender:
             flags: of their parameters.
             version: of the bucket.
         """
-        row = CONTRIBUTION * len(self._buckets) + bucket.index
+        row = CONTRIBUTION * len(self._buckets.rooms) + bucket.index
         for group, owner, values in bucket.to_groups:
             inside = cut(pieces, values)
             source: list[torch.Tensor]
@@ -126,7 +126,7 @@ class Sender:
     def _next(self, index: int) -> int:
         """Return the next version of a bucket, whose room has been read."""
         version = int(self.sent[index]) + 1
-        assert version - self.read[index] <= self._buckets.rooms[index]
+        assert version - self.read[index] <= len(self._buckets.rooms[index])
         return version
 
     def _count_sent(self, bucket: BucketState, version: int) -> None:
