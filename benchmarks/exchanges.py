@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.comm.peer_activities import Timeout
 from paceline.config.world import SyncConfig
+from paceline.generation.context import WindowSpec
 from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.wiring.exchange import topology_of
@@ -112,7 +113,8 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     specs = [BucketSpec(lengths=(len(part),), dtype=part.dtype) for (part,) in buckets]
     context = run_of(summands.setting, store).context
     layout = lay_out(specs, topology_of(context, alone=False))
-    window = context.open_window(layout.size, layout.notifications, connections=connections)
+    spec = WindowSpec(connections=connections)
+    window = context.window("gradients", spec, layout.size, layout.notifications)
     names = [("values",)] * len(buckets)
     exchange = PutExchange(window, layout, buckets, names, Timeout(*context.limits))
     sums: list[Tensor] = []

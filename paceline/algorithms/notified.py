@@ -1,7 +1,7 @@
 """`notified`: the data-parallel step over the put engine: reduce-scatter, then all-gather, by puts.
 
     gradient_ready        put each shard to its owner: reduce-scatter   most urgent: read first
-    shard reducer         all contributions are there: sum, put the sums back: all-gather
+    owner                 all contributions are there: sum, put the sums back: all-gather
     before_read           wait for this bucket's sums, update           in the next forward
 
 There is no order of issue that all ranks must keep, so a bucket waits for nothing but itself. It

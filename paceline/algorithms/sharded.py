@@ -2,7 +2,7 @@
 
     gradient_ready        put each shard to its owner: reduce-scatter
     end                   hyperparameters are frozen: owners may update
-    shard reducer         all contributions are there: sum, update, put the parameters back:
+    owner                 all contributions are there: sum, update, put the parameters back:
                           all-gather
     before_read           wait for this bucket's parameters, copy them
 
@@ -93,7 +93,7 @@ class ShardedUpdate:
         return versions
 
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
-        """Update this rank's shard of a bucket, in the shard reducer's thread."""
+        """Update this rank's shard of a bucket, in the owner's thread."""
         used = () if given is not None else self._exchange.flags(index).tolist()
         with torch._C.DisableTorchFunctionSubclass():  # no script's use, which would wait for this
             self._shards.update(index, used, given)

@@ -11,11 +11,12 @@ Run                 for the whole run: the present context, the recorders
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from typing import Protocol, Self
 from weakref import WeakSet
 
@@ -58,15 +59,36 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLink:
-    """Link to a server, which is the last rank of a window.
+    """Link to servers, which are the last ranks of a window.
 
     Attributes:
-        address: the address of this machine at which the other ranks and the server reach it.
-        publish: gives the server what the ranks have gathered; called on rank 0.
+        address: the address of this machine at which the other ranks and the servers reach it.
+        publish: gives the servers what the ranks have gathered; called on rank 0.
+        count: the number of servers.
     """
 
     address: str
     publish: Callable[[Sequence[str]], None]
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """Specification of a window: its ranks, and how they are reached.
+
+    Attributes:
+        transport: "tcp" or "nixl".
+        connections: number of TCP connections to each rank of another machine.
+        trace: records the window's puts, if the run is traced.
+        leaders: only the first worker of each machine has peers there: GPUs sum first.
+        servers: are ranks of the window, behind all others; with "tcp".
+    """
+
+    transport: str = "tcp"
+    connections: int = 1
+    trace: Trace | None = None
+    leaders: bool = False
+    servers: ServerLink | None = None
 
 
 class GenerationContext:
@@ -111,7 +133,7 @@ class GenerationContext:
         self._along: dict[str, Group] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._communicators: list[Communicator] = []
-        self._windows = count()
+        self._windows = Counter[str]()  # that have been opened, by purpose
         self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
         self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
         self._interrupted = False
@@ -243,63 +265,50 @@ class GenerationContext:
         kept = sum(resource.waited for resource in self._kept.values())
         return self._waited + self.summaries.waited + kept
 
-    @property
-    def served_purpose(self) -> str:
-        """The purpose of the window that a server is a rank of."""
-        return f"{self._purpose}/served"
+    def next_window(self, purpose: str) -> str:
+        """Return the name of the next window for a purpose, unlike that of any other window."""
+        number = self._windows[purpose]
+        return f"{self.world.generation.key_prefix}/window/{purpose}/{number}"
 
-    @property
-    def _purpose(self) -> str:
-        return f"{self.world.generation.key_prefix}/window"
-
-    def open_window(
-        self,
-        size: int,
-        notifications: int,
-        *,
-        transport: str = "tcp",
-        connections: int = 1,
-        trace: Trace | None = None,
-        leaders: bool = False,
-        server: ServerLink | None = None,
-    ) -> Window:
+    def window(self, purpose: str, spec: WindowSpec, size: int, notifications: int) -> Window:
         """Open a window, over memory shared inside a machine unless by NIXL; collective.
 
         Args:
+            purpose: what it is for, such as "gradients"; any number of windows may be for one.
+            spec: its ranks, and how they are reached.
             size: bytes of the window's memory.
             notifications: number of its notifications.
-            transport: "tcp" or "nixl".
-            connections: number of TCP connections to each rank of another machine.
-            trace: records the window's puts, if the run is traced.
-            leaders: only the first worker of each machine has peers there: GPUs sum first.
-            server: a server is a rank of the window, the last one; with "tcp".
 
         Raises:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
         group = self.world
-        number = next(self._windows)
+        name = self.next_window(purpose)
+        number = self._windows.total()
+        self._windows[purpose] += 1
         machines = self.mesh.lines("machine")
-        exchanging = [ranks[:1] for ranks in machines] if leaders else machines
+        exchanging = [ranks[:1] for ranks in machines] if spec.leaders else machines
         sharing = next((ranks for ranks in exchanging if group.rank in ranks), None)
-        servers = () if server is None else (group.size,)
+        link = spec.servers
+        servers = range(group.size, group.size + (0 if link is None else link.count))
         bootstrap = Bootstrap(
-            share=self._share if server is None else partial(self._share, publish=server.publish),
+            share=self._share if link is None else partial(self._share, publish=link.publish),
             rank=group.rank,
-            world_size=group.size + len(servers),
+            world_size=servers.stop,
             token=group.generation.token,
-            purpose=f"{self._purpose}/{number}" if server is None else self.served_purpose,
+            purpose=name,
             limit=self.limits[1 if number else 0],  # a later one opens in mid-run
             only=(group.rank,) if sharing is None else (*chain(*exchanging), *servers),
         )
-        where = (group.address if server is None else server.address, size, notifications)
-        if transport == "nixl":  # which doesn't report when puts leave and arrive
+        where = (group.address if link is None else link.address, size, notifications)
+        trace = spec.trace
+        if spec.transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
             group_peers = (group.rank,) if sharing is None else sharing
-            marks = 0 if trace is None else MARKS
-            window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
+            how = (0 if trace is None else MARKS, spec.connections)
+            window = linked = connect_window(bootstrap, group_peers, *where, *how)
             if trace is not None:
                 trace.follow(number, lambda: linked.moments)
         window = window if trace is None else TracedWindow(window, number, trace)

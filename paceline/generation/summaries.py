@@ -92,7 +92,8 @@ class StepSummaries:
     Attributes:
         communicator: connects the ranks.
         alone: whether this rank is the only one.
-        lag: steps that a rank begins before it needs a step's summary: a GPU computes them.
+        lag: steps that a rank begins before it needs a step's summary: 1, because the summary still
+            travels, or a GPU computes it; more where ranks may lead by several steps.
         waited: seconds that this rank has waited for summaries of measured steps.
     """
 
@@ -113,6 +114,10 @@ class StepSummaries:
             self._reports = SimpleQueue()
             Thread(target=self._send_reports, name="summaries", daemon=True).start()
         self.waited = 0.0
+
+    def allow_lead(self, steps: int) -> None:
+        """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
+        self.lag = steps + 1
 
     @property
     def sent(self) -> list[tuple[int, Tensor]]:

@@ -467,9 +467,13 @@ class Steps:
 
     def _act_on_summaries(self, number: int) -> None:
         summaries = self.run.context.summaries
-        self._receive_summaries(before=number - summaries.lag)
-        self._check_replicas(before=number - 1)
-        agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
+        # To wait for a summary that still travels would be a barrier. All ranks act on those of the
+        # same steps, and therefore stop and compare at the same boundary.
+        received = number - summaries.lag
+        self._receive_summaries(before=received)
+        acted_on = min(received, number - 1)
+        self._check_replicas(before=acted_on)
+        agreed = self._stop_requested_in is not None and self._stop_requested_in < acted_on
         if agreed or (summaries.alone and self._stopping()):
             self._stop()
         if self._writer is not None:

@@ -34,6 +34,7 @@ from paceline.reduce.put_engine.layout import Layout
 from paceline.update.outer.average import Average
 from paceline.version import VERSION
 
+MERGES = "merges"  # purpose of the window
 _SOONER = 0.9  # of the limit of a wait: rank 0's error must be the first
 _CONNECT_S = 3.0
 
@@ -66,7 +67,7 @@ class MetServer:
     def link(self, context: GenerationContext) -> ServerLink:
         """Return the link to the server, for the window of a generation."""
         numbers = count()  # of local sockets, and of connections
-        purpose = context.served_purpose
+        purpose = context.next_window(MERGES)
         return ServerLink(
             address=self.address,
             publish=lambda texts: give_addresses(
@@ -105,7 +106,7 @@ class MetServer:
         invitation = Invitation(
             version=VERSION,
             token=generation.token,
-            purpose=context.served_purpose,
+            purpose=context.next_window(MERGES),
             workers_per_machine=generation.workers_per_machine,
             names=tuple(generation.describe(rank) for rank in range(generation.world_size)),
             buckets=tuple(

@@ -69,8 +69,7 @@ def serve(
         CommError: a worker didn't connect in time, or can't be reached.
     """
     layout = layout_of(invitation)
-    server = layout.topology.server_rank
-    assert server is not None
+    (server,) = layout.topology.owners
     numbers = count()
     bootstrap = Bootstrap(
         share=lambda where: registered.addresses(invitation.purpose, next(numbers), limit),

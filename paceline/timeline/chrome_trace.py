@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.timeline.recorder_buffer import RecorderBuffer, Span, TracedPut
 
-_THREADS = {"MainThread": "main", "shard reducer": "owner", "network": "network"}
+_THREADS = {"MainThread": "main", "owner": "owner", "network": "network"}
 _INSTANT = 0.001  # µs; a flow begins and ends at slices
 _Event = dict[str, Any]
 _Put = tuple[int, int, int, int, int]  # window, from, to, notification, value

@@ -20,12 +20,13 @@ from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
+from paceline.generation.context import WindowSpec
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters, table_parameters
-from paceline.server.average_server import MetServer, meet_server
+from paceline.server.average_server import MERGES, MetServer, meet_server
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.wiring.exchange import topology_of
@@ -76,14 +77,14 @@ def average_weights(
         if server is not None:
             topology = topology.served_by(server.name)
         rule = average.rule.for_workers(context.along("data").size)
+        window = WindowSpec(
+            transport=config.transport,
+            connections=config.connections or 1,
+            trace=run.trace,
+            servers=None if server is None else server.link(context),
+        )
         options = PutOptions(
-            open_window=partial(
-                context.open_window,
-                transport=config.transport,
-                connections=config.connections or 1,
-                trace=run.trace,
-                server=None if server is None else server.link(context),
-            ),
+            open_window=partial(context.window, MERGES, window),
             topology=topology,
             limits=context.limits,
             activities=context.activities,

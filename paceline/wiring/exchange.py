@@ -19,7 +19,7 @@ from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.generation.context import GenerationContext
+from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.run import Run
 from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
@@ -130,14 +130,14 @@ def _notified(
     run = groups.run
     context = run.context
     machine = groups.open_machine()
+    window = WindowSpec(
+        transport=config.transport,
+        connections=config.connections or 1,
+        trace=run.trace,
+        leaders=machine is not None,
+    )
     options = PutOptions(
-        open_window=partial(
-            context.open_window,
-            transport=config.transport,
-            connections=config.connections or 1,
-            trace=run.trace,
-            leaders=machine is not None,
-        ),
+        open_window=partial(context.window, "gradients", window),
         # NIXL shares no memory.
         topology=topology_of(context, alone=config.transport == "nixl" and machine is None),
         limits=context.limits,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from paceline.cluster.membership.control_line import greeters
-from paceline.cluster.membership.control_line.greeting import FRAMES, DialerGreeting
 from paceline.cluster.membership.control_line.line import ControlLine
+from paceline.comm.handshake import FRAMES, DialerGreeting, Identity
 from tests.harness.network.control_lines import (
     HERE,
     LIMIT,
@@ -24,6 +24,7 @@ from tests.harness.network.control_lines import (
     line_of,
 )
 
+X = Identity(name="x", secret=SECRET)
 Lines = tuple[list[Any], list[Recorder]]
 
 
@@ -74,7 +75,7 @@ def unauthenticated(line: ControlLine) -> int:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01",
         bytes(1),
-        DialerGreeting(SECRET, "x", "a member of another run", FRAMES).hello,
+        DialerGreeting(X, "a member of another run", FRAMES).hello,
     ],
 )
 def test_wrong_bytes_close_a_connection_at_once(two: Lines, data: bytes) -> None:
@@ -86,7 +87,7 @@ def test_wrong_bytes_close_a_connection_at_once(two: Lines, data: bytes) -> None
 
 def test_a_dialer_with_another_secret_is_closed(two: Lines) -> None:
     with dial(two[0][1]) as connection:
-        connection.sendall(DialerGreeting(b"t" * 32, "a", "b", FRAMES).hello)
+        connection.sendall(DialerGreeting(Identity(name="a", secret=b"t" * 32), "b", FRAMES).hello)
         assert len(connection.recv(64, socket.MSG_WAITALL)) == 64
         connection.sendall(bytes(32))
         assert is_closed(connection)
@@ -95,7 +96,7 @@ def test_a_dialer_with_another_secret_is_closed(two: Lines) -> None:
 
 def test_a_recorded_greeting_is_worthless(two: Lines) -> None:
     with dial(two[0][1]) as first:
-        greeting = DialerGreeting(SECRET, "x", "b", FRAMES)
+        greeting = DialerGreeting(X, "b", FRAMES)
         first.sendall(greeting.hello)
         proof = greeting.feed(first.recv(64, socket.MSG_WAITALL))
         first.sendall(proof)
@@ -113,7 +114,7 @@ def test_silent_and_slow_connections_are_closed_at_their_limit(
 ) -> None:
     monkeypatch.setattr(greeters, "GREETING_S", 0.5)
     with connected_lines(2) as made, dial(made[0][1]) as silent, dial(made[0][1]) as slow:
-        hello = DialerGreeting(SECRET, "x", "b", FRAMES).hello
+        hello = DialerGreeting(X, "b", FRAMES).hello
         stopped = threading.Event()
 
         def send_slowly() -> None:

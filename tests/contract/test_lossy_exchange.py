@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.codecs.codecs import CODECS
 from paceline.comm.peer_activities import Timeout
-from paceline.reduce.put_engine import shard_reducer as reducer
+from paceline.reduce.put_engine import owner
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -25,7 +25,7 @@ MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
-    monkeypatch.setattr(reducer, "_WAIT_SLICE_S", 1000.0)
+    monkeypatch.setattr(owner, "_WAIT_SLICE_S", 1000.0)
 
 
 def maker(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange]:

@@ -16,7 +16,7 @@ from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.sharded import make_sharded
 from paceline.reduce.put_engine import gradient_views as gradients
-from paceline.reduce.put_engine import shard_reducer as reducer
+from paceline.reduce.put_engine import owner
 from tests.harness.equivalence.equivalence_cases import CASES, training
 from tests.harness.equivalence.large_batch import Kind, State, convnet, largest_difference
 from tests.harness.equivalence.put_synchronizers import (
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 @pytest.fixture(autouse=True)
 def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the shard reducer sleep until it is woken, rather than look by itself now and then."""
-    monkeypatch.setattr(reducer, "_WAIT_SLICE_S", 1000.0)
+    """Let the owner sleep until it is woken, rather than look by itself now and then."""
+    monkeypatch.setattr(owner, "_WAIT_SLICE_S", 1000.0)
 
 
 @pytest.fixture

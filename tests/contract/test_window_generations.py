@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from paceline.comm.handshake import GreetingError, authenticate
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
@@ -128,8 +130,9 @@ def test_a_rank_of_the_past_generation_is_shown_out(open_window: Open) -> None:
         first = pool.submit(open_window, at[0])
         ghost = call(store.get(f"window/2{inside}/0").decode())
         stack.callback(ghost.close)
-        ghost.sendall(replace(past[1], purpose=f"window/1{inside}").greeting)
-        assert ghost.recv(100) == b""
+        identity = replace(past[1], purpose=f"window/1{inside}").identity
+        with pytest.raises(GreetingError):
+            authenticate(ghost, identity, "0", time.monotonic() + LIMIT)
         second = open_window(at[1])
         for window in (first.result(LIMIT), second):
             stack.callback(window.close)

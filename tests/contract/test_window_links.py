@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,8 +17,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from paceline.comm import handshake
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.transport import bootstrap as mesh
+from paceline.comm.handshake import GreetingError, authenticate
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport import transport
 from paceline.comm.transport.bootstrap import Bootstrap
@@ -286,8 +288,10 @@ def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
     strangers = [socket.create_connection((host, int(port)), LIMIT) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n" + b"\0" * 100)
     other = Bootstrap(**{**vars(at[1]), "token": "another job's"})
-    strangers[1].sendall(other.greeting)
-    strangers[2].sendall(at[0].greeting)  # whom nobody waits for
+    for stranger, identity in ((strangers[1], other.identity), (strangers[2], at[0].identity)):
+        with pytest.raises(GreetingError):  # rank 0 waits for no rank 0
+            authenticate(stranger, identity, "0", time.monotonic() + LIMIT)
+    strangers[1].sendall(bytes(32))  # in place of the proof
     strangers[3].close()
     join(1)
     first.join()
@@ -333,7 +337,7 @@ def test_a_rank_that_doesnt_come_is_named() -> None:
 def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh, "_WAIT_SLICE_S", 1000.0)
+    monkeypatch.setattr(handshake, "GREETING_S", 1000.0)
     ours, theirs = bootstraps(2, limit=0.3)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)

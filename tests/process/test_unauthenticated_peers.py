@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from paceline.cluster.membership.control_line.greeting import FRAMES, DialerGreeting
+from paceline.comm.handshake import FRAMES, DialerGreeting, Identity
 from tests.harness.processes.fault_runs import LAST_KILL, LIMIT, FaultRun, proof_of
 from tests.harness.processes.open_line import read_line
 from tests.harness.processes.run_folders import wait_until
@@ -48,7 +48,7 @@ def test_a_run_in_training_is_unharmed_by_strangers_on_its_control_lines(tmp_pat
     (member,) = (path.stem for path in (run.run_folder / "members").glob("*-1.json"))
     with ExitStack() as stack:
         silent, slow = (stack.enter_context(dial(port)) for _ in range(2))
-        hello = DialerGreeting(b"t" * 32, "x", member, FRAMES).hello
+        hello = DialerGreeting(Identity(name="x", secret=b"t" * 32), member, FRAMES).hello
         send_nonsense(port)
         with dial(port) as other:
             other.sendall(hello)
@@ -56,7 +56,7 @@ def test_a_run_in_training_is_unharmed_by_strangers_on_its_control_lines(tmp_pat
             other.sendall(bytes(32))
             read_to_end(other)
         with dial(port) as first:
-            greeting = DialerGreeting(secret, "x", member, FRAMES)
+            greeting = DialerGreeting(Identity(name="x", secret=secret), member, FRAMES)
             first.sendall(greeting.hello)
             proof = greeting.feed(first.recv(64, socket.MSG_WAITALL))
             first.sendall(proof)

@@ -14,19 +14,21 @@ from paceline.cluster.membership.control_line.frames import (
     chunk_header,
     encode,
 )
-from paceline.cluster.membership.control_line.greeting import (
+from paceline.cluster.membership.control_line.outbox import Outbox
+from paceline.comm.handshake import (
     BEATS,
     FRAMES,
     DialerGreeting,
     Greeting,
     GreetingError,
+    Identity,
     ListenerGreeting,
 )
-from paceline.cluster.membership.control_line.outbox import Outbox
 
 BULK = bytes(range(256)) * 2500  # two chunks and a half
 VOTE = encode("vote", {"ballot": [1, "a"], "of": None})
 SECRET = b"s" * 32
+A = Identity(name="a", secret=SECRET)
 
 
 def written(outbox: Outbox) -> list[bytes]:
@@ -116,24 +118,24 @@ def greet(dialer: DialerGreeting, listener: Greeting) -> None:
 
 
 def listener(secret: bytes = SECRET, name: str = "b", accepts: bool = True) -> ListenerGreeting:
-    return ListenerGreeting(secret, name, lambda greeting: accepts)
+    return ListenerGreeting(Identity(name=name, secret=secret), lambda greeting: accepts)
 
 
-def test_both_sides_of_a_greeting_agree_on_purpose_names_and_session() -> None:
-    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), listener()
+def test_both_sides_of_a_greeting_agree_on_kind_names_and_session() -> None:
+    a, b = DialerGreeting(A, "b", FRAMES), listener()
     greet(a, b)
     assert a.ended
     assert b.ended
-    assert (b.peer, b.purpose, b.session) == ("a", FRAMES, a.session)
-    beats, accepted = DialerGreeting(SECRET, "a", "b", BEATS, a.session), listener()
+    assert (b.peer, b.kind, b.session) == ("a", FRAMES, a.session)
+    beats, accepted = DialerGreeting(A, "b", BEATS, a.session), listener()
     greet(beats, accepted)
-    assert (accepted.purpose, accepted.session) == (BEATS, a.session)
+    assert (accepted.kind, accepted.session) == (BEATS, a.session)
 
 
 def test_each_greeting_begins_another_session() -> None:
     sessions = set()
     for _ in range(3):
-        a = DialerGreeting(SECRET, "a", "b", FRAMES)
+        a = DialerGreeting(A, "b", FRAMES)
         greet(a, listener())
         sessions.add(a.session)
     assert len(sessions) == 3
@@ -149,19 +151,19 @@ def test_each_greeting_begins_another_session() -> None:
 )
 def test_a_greeting_ends_where_the_sides_do_not_match(other: ListenerGreeting, reason: str) -> None:
     with pytest.raises(GreetingError, match=reason):
-        greet(DialerGreeting(SECRET, "a", "b", FRAMES), other)
+        greet(DialerGreeting(A, "b", FRAMES), other)
     assert not other.ended
 
 
 def test_a_dialer_without_the_secret_is_refused() -> None:
     b = listener()
-    b.feed(DialerGreeting(b"t" * 32, "a", "b", FRAMES).hello)
+    b.feed(DialerGreeting(Identity(name="a", secret=b"t" * 32), "b", FRAMES).hello)
     with pytest.raises(GreetingError, match="lacks the secret"):
         b.feed(bytes(32))
 
 
 def test_the_messages_of_an_earlier_greeting_are_worthless() -> None:
-    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), listener()
+    a, b = DialerGreeting(A, "b", FRAMES), listener()
     challenge = b.feed(a.hello)
     proof = a.feed(challenge)
     b.feed(proof)
@@ -170,12 +172,12 @@ def test_the_messages_of_an_earlier_greeting_are_worthless() -> None:
     with pytest.raises(GreetingError, match="lacks the secret"):
         again.feed(proof)
     with pytest.raises(GreetingError, match="lacks the secret"):
-        DialerGreeting(SECRET, "a", "b", FRAMES).feed(challenge)
+        DialerGreeting(A, "b", FRAMES).feed(challenge)
 
 
 def test_a_challenge_does_not_prove_the_dialer() -> None:
     b = listener()
-    challenge = b.feed(DialerGreeting(SECRET, "a", "b", FRAMES).hello)
+    challenge = b.feed(DialerGreeting(A, "b", FRAMES).hello)
     with pytest.raises(GreetingError, match="lacks the secret"):
         b.feed(challenge[32:])
 

@@ -13,7 +13,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommTimeout
-from paceline.generation.context import GenerationContext
+from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -128,7 +128,7 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
                     gather_bytes(communicator, b"", "the addresses of windows")
                 continue
             with pytest.raises(CommTimeout) as error:
-                context.open_window(8, 1)
+                context.window("a test", WindowSpec(), 8, 1)
             errors.append(str(error.value))
         return errors
 
@@ -200,7 +200,10 @@ def test_what_opens_after_an_interrupt_is_interrupted_too() -> None:
     assert notes == ["interrupted"]
     context.group("data", "layers")
     assert notes == ["interrupted"] * 2
-    window = context.open_window(8, 1)
+    names = [context.next_window("a test")]
+    window = context.window("a test", WindowSpec(), 8, 1)
+    names += [context.next_window("a test"), context.next_window("another")]
+    assert len({*names}) == 3
     context.abort()
     context.interrupt()
     assert notes == ["interrupted"] * 2

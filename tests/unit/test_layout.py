@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -106,7 +107,8 @@ def test_a_server_owns_all_shards_and_its_window_alone_receives_contributions() 
     specs = [BucketSpec(lengths=(1000,), dtype=torch.float32, codec=merge_codec("int8"))]
     topology = Topology.of([2, 1]).served_by("the server")
     assert topology.ranks == (0, 1, 2, 3)
-    assert (topology.server_rank, topology.workers) == (3, Topology.of([2, 1]))
+    assert (topology.owners, topology.contributors) == ((3,), (0, 1, 2))
+    assert topology.workers == Topology.of([2, 1])
     layout = lay_out(specs, topology)
     (bucket,) = layout.buckets
     assert bucket.shards == ((0, 0, 0, 1000),)
@@ -117,3 +119,40 @@ def test_a_server_owns_all_shards_and_its_window_alone_receives_contributions() 
     assert bucket.traffic(0, 0) == bucket.traffic(0, 1) == (contribution, sums)
     assert bucket.traffic(0, 2) == (2 * sums, 2 * contribution)
     assert bucket.traffic(None, 0) == (0, 0)
+
+
+def test_servers_own_equal_parts_of_every_bucket() -> None:
+    specs = [BucketSpec(lengths=(n,), dtype=torch.float32) for n in (1600, 320)]
+    topology = Topology.of([2, 1]).served_by("one", "another")
+    assert (topology.owners, topology.contributors) == ((3, 4), (0, 1, 2))
+    layout = lay_out(specs, topology)
+    assert [b.shards for b in layout.buckets] == [((0, 0, 0, 800, 1600),), ((0, 0, 0, 160, 320),)]
+    contribution = specs[0].header_size + 3200
+    assert layout.buckets[0].traffic(0, 1) == (2 * contribution, 6400)
+    for server in (2, 3):
+        assert layout.buckets[0].traffic(0, server) == (6400, 2 * contribution)
+
+
+def test_without_servers_owners_are_contributors() -> None:
+    topology = Topology.of([3, 2])
+    assert (topology.owners, topology.contributors) == ((0, 1, 3, 4), (0, 1, 2, 3, 4))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    machines=MACHINES,
+    rooms=st.integers(1, 4),
+    servers=st.integers(0, 3),
+)
+def test_no_two_rooms_overlap(
+    lengths: list[int], machines: list[int], rooms: int, servers: int
+) -> None:
+    specs = [BucketSpec(lengths=(n, 3), dtype=torch.float64, rooms=rooms) for n in lengths]
+    topology = Topology.of(machines).served_by(*["a server"] * servers)
+    layout = lay_out(specs, topology)
+    taken: list[tuple[int, int]] = []
+    for number in range(rooms):
+        taken += places(replace(layout, rooms=tuple((each[number],) for each in layout.rooms)))
+    taken = sorted(place for place in taken if place[0] < place[1])
+    assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+    assert all(end <= (layout.server_size if servers else layout.size) for _, end in taken)

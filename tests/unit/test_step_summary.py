@@ -17,6 +17,7 @@ from paceline.generation.summaries import StepSummaries, StepSummary
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.twins.communicator import ThreadGroup
 
+LIMIT = 30.0
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # of which only the name is used here
 
 
@@ -89,6 +90,27 @@ def test_the_loss_of_a_peer_ends_the_wait_for_a_summary_of_gpus() -> None:
     with pytest.raises(PeerLost, match="the sums of step 0"):
         list(summaries.receive(before=1))
     summaries.close()
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+def test_a_rank_leads_by_the_steps_that_it_may(lead: int) -> None:
+    ahead = threading.Event()
+
+    def on_rank(communicator: Communicator) -> list[int]:
+        summaries = StepSummaries(communicator)
+        summaries.allow_lead(lead)
+        received: list[int] = []
+        for step in range(6):
+            if communicator.rank == 1:
+                assert ahead.wait(LIMIT)
+            received += [one.step for one in summaries.receive(before=step - summaries.lag)]
+            if step == lead + 1:
+                ahead.set()  # only now does the other rank send its first report
+            summaries.send(step, torch.ones(1, dtype=torch.float64), stop=False)
+        assert received == list(range(5 - summaries.lag))
+        return [*received, *(one.step for one in summaries.receive(before=6))]
+
+    assert run_ranks(2, on_rank) == [list(range(6))] * 2
 
 
 @pytest.mark.parametrize(("device", "lag"), [(CPU, 0), (GPU, 1)])

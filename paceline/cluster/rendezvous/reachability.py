@@ -5,27 +5,21 @@ nowhere (bridges of containers, unplugged cards). So each machine listens on all
 the addresses of its interfaces, and tries all of the others' at once. The address of a machine is
 the first of its own at which every other machine reached it.
 
-A connection carries one message each way, of fixed size:
-
-    magic (8 bytes) | proof (32 bytes) | from machine (uint32) | to machine (uint32)
-
-The proof is a digest of the run's job token, so that neither an unauthenticated process nor another
-run's machine counts as a peer; nor does this machine, at an address that each has (172.17.0.1).
+A connection carries a greeting alone (`comm/handshake.py`), by the run's job token and the numbers
+of both machines, so that neither an unauthenticated process nor another run's machine counts as a
+peer; nor does this machine, at an address that each has (172.17.0.1).
 
 Of each interface one address is tried; see `comm/addresses.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from torch._C._distributed_c10d import Store
 
@@ -38,16 +32,12 @@ from paceline.comm.addresses import (
     loopback,
     resolve,
 )
+from paceline.comm.handshake import GreetingError, Identity, Reception, authenticate, secret_of
 from paceline.errors import CommError, ConfigError
 
-_MESSAGE = struct.Struct("!8s32sII")
-_MAGIC = b"pacelin1"
 _CONNECT_S = 3.0
 _ANSWER_S = 15.0
 """A peer answers once it has read the world from the store, which may be slow to show it."""
-
-_REQUEST_TIMEOUT_S = 1.0
-"""Seconds to wait for a probe's request, as connections are answered one after the other."""
 
 _PROBE_REPORTS_S = 60.0  # for all machines' reports on which addresses they reached
 _READ_REPORTS_S = 5.0  # for the others to read the reports, where they show no common address
@@ -126,7 +116,7 @@ class ProbeListener:
     def answer(self, token: str, machine: int) -> None:
         """Begin to answer as `machine` of the run with this job token."""
         self._thread = threading.Thread(
-            target=self._run, args=(_proof(token), machine), name="probe listener", daemon=True
+            target=self._run, args=(_identity(token, machine),), name="probe listener", daemon=True
         )
         self._thread.start()
 
@@ -137,14 +127,14 @@ class ProbeListener:
             self._thread.join()
         self._listener.close()
 
-    def _run(self, proof: bytes, machine: int) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                _answer(connection, proof, machine)
+    def _run(self, me: Identity) -> None:
+        with (
+            suppress(OSError),  # the listener is closed
+            closing(Reception(self._listener, me, lambda peer: True)) as reception,
+        ):
+            while True:
+                _, connection = reception.next()
+                connection.close()
 
 
 def probe_peers(
@@ -163,21 +153,19 @@ def probe_peers(
         peers: each other machine's candidate addresses and port.
         pause: called while probes are under way; may raise to end the wait.
     """
-    proof = _proof(token)
+    me = _identity(token, machine)
     worked = set[tuple[int, str]]()
 
     def probe(peer: int, address: str, port: int) -> None:
         with (
-            suppress(OSError),  # one address of several; `choose_addresses` says if none worked
+            # One address of several; `choose_addresses` says if none worked.
+            suppress(OSError, GreetingError),
             socket.create_connection((address, port), timeout=_CONNECT_S) as connection,
         ):
-            connection.settimeout(_ANSWER_S)
-            connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
-            answer = _MESSAGE.pack(_MAGIC, proof, peer, machine)
-            # A container's bridge has the same address on each machine:
-            # this one itself, or another run's, may answer there.
-            if hmac.compare_digest(_receive(connection), answer):
-                worked.add((peer, address))
+            authenticate(connection, me, _name(peer), time.monotonic() + _ANSWER_S)
+            # A container's bridge has the same address on each machine: this one itself, or another
+            # run's, may answer there; neither proves to be the peer.
+            worked.add((peer, address))
 
     probes = [
         threading.Thread(target=probe, args=(peer, a, port), name=f"probe {a}", daemon=True)
@@ -283,27 +271,9 @@ def _common_address(
     )
 
 
-def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:
-    connection.settimeout(_REQUEST_TIMEOUT_S)
-    try:
-        message = _receive(connection)
-        if len(message) == _MESSAGE.size:
-            peer = _MESSAGE.unpack(message)[2]
-            if hmac.compare_digest(message, _MESSAGE.pack(_MAGIC, proof, peer, machine)):
-                connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
-    except OSError:
-        return  # an unauthenticated process, or a peer that has its answer from another address
+def _identity(token: str, machine: int) -> Identity:
+    return Identity(name=_name(machine), secret=secret_of(token, "reachability probe"))
 
 
-def _receive(connection: socket.socket) -> bytes:
-    message = b""
-    while len(message) < _MESSAGE.size:
-        more = connection.recv(_MESSAGE.size - len(message))
-        if not more:
-            break
-        message += more
-    return message
-
-
-def _proof(token: str) -> bytes:
-    return hashlib.sha256(b"paceline reachability probe " + token.encode()).digest()
+def _name(machine: int) -> str:
+    return f"machine {machine}"

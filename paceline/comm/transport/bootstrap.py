@@ -1,29 +1,26 @@
 """Bootstrap of connections between ranks, by sockets of any family, with authentication.
 
-    rank r    listens, publishes its address, connects to ranks below r, accepts those above
-    greeting  | "paceline" | digest of the token and the purpose | rank |   both ways, at once
+    rank r    listens, publishes its address, dials the ranks below r, accepts those above
 
-An unauthenticated peer's connection is closed; it delays the others by one wait slice at most.
+Each connection begins with the greeting of `comm/handshake.py`, by a secret of the generation's
+token, the purpose and the world size. An unauthenticated peer's connection is closed, and delays no
+other.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
+from paceline.comm.handshake import GreetingError, Identity, Reception, authenticate, secret_of
 from paceline.errors import CommTimeout, Message, PeerLost
 
-_GREETING = struct.Struct("!8s32sI")
-_NAME = b"paceline"
-_WAIT_SLICE_S = 5.0  # for the greeting of a connected peer
+_LEAST_S = 0.1  # for a connection, even when the others have used up the limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +63,10 @@ class Bootstrap:
         return lambda peer: store.get(f"{self.purpose}/{peer}").decode()
 
     @property
-    def greeting(self) -> bytes:
-        """What this rank sends first."""
-        return _GREETING.pack(_NAME, self._digest, self.rank)
-
-    def rank_in(self, greeting: bytes) -> int | None:
-        """Return the rank in a greeting; None if it is not authentic."""
-        if len(greeting) != _GREETING.size:
-            return None
-        name, digest, rank = _GREETING.unpack(greeting)
-        known = name == _NAME and hmac.compare_digest(digest, self._digest)
-        return rank if known and rank < self.world_size else None
-
-    @property
-    def _digest(self) -> bytes:
-        return hashlib.sha256(f"{self.token}\n{self.purpose}".encode()).digest()
+    def identity(self) -> Identity:
+        """This rank's side of the connections."""
+        purpose = f"{self.purpose} of {self.world_size} ranks"
+        return Identity(name=str(self.rank), secret=secret_of(self.token, purpose))
 
 
 def connect_all(
@@ -110,9 +96,7 @@ def connect_all(
         address_of = bootstrap.publish(where)
         for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
             ends[peer] = _call(bootstrap, peer, address_of(peer), call, deadline)
-        while missing := [r for r in bootstrap.ranks if r > bootstrap.rank and ends[r] is None]:
-            peer, end = _answer(bootstrap, server, missing, deadline)
-            ends[peer] = end
+        _accept(bootstrap, server, ends, max(deadline, time.monotonic() + _LEAST_S))
     except BaseException:
         for end in filter(None, ends):
             end.close()
@@ -128,48 +112,42 @@ def _call(
     deadline: float,
 ) -> socket.socket:
     try:
-        end = call(where, max(0.1, deadline - time.monotonic()))
-        end.sendall(bootstrap.greeting)
-        answer = receive(end, _GREETING.size, max(deadline, time.monotonic() + 0.1))
+        end = call(where, max(_LEAST_S, deadline - time.monotonic()))
+        try:
+            latest = max(deadline, time.monotonic() + _LEAST_S)
+            authenticate(end, bootstrap.identity, str(peer), latest)
+        except BaseException:
+            end.close()
+            raise
     except TimeoutError as error:
         raise _missing(bootstrap, [peer]) from error
     except OSError as error:
         raise PeerLost(
             f"rank {bootstrap.rank} cannot reach rank {peer} at {where}: {error}; check firewalls."
         ) from error
-    if bootstrap.rank_in(answer) != peer:
-        end.close()
+    except GreetingError as error:
         raise PeerLost(
             f"rank {bootstrap.rank}: the process at {where} is not rank {peer} of this job "
             "(authentication failed)."
-        )
+        ) from error
     return end
 
 
-def _answer(
+def _accept(
     bootstrap: Bootstrap,
     server: socket.socket,
-    missing: list[int],
+    ends: list[socket.socket | None],
     deadline: float,
-) -> tuple[int, socket.socket]:
-    """Accept one of the missing ranks, whatever other processes connect meanwhile."""
-    left = max(0.1, deadline - time.monotonic())
-    while left > 0:
-        server.settimeout(left)
-        try:
-            end, _ = server.accept()
-        except TimeoutError:
-            break
-        left = deadline - time.monotonic()
-        with suppress(OSError):
-            limit = min(_WAIT_SLICE_S, max(0.1, left))
-            peer = bootstrap.rank_in(receive(end, _GREETING.size, time.monotonic() + limit))
-            if peer in missing:
-                end.sendall(bootstrap.greeting)
-                return peer, end
-        end.close()
-        left = deadline - time.monotonic()
-    raise _missing(bootstrap, missing)
+) -> None:
+    """Accept the ranks above this one, whatever other processes connect meanwhile."""
+    missing = {str(rank): rank for rank in bootstrap.ranks if rank > bootstrap.rank}
+    with closing(Reception(server, bootstrap.identity, missing.__contains__)) as reception:
+        while missing:
+            try:
+                name, end = reception.next(deadline)
+            except TimeoutError as error:
+                raise _missing(bootstrap, list(missing.values())) from error
+            ends[missing.pop(name)] = end
 
 
 def receive(end: socket.socket, size: int, deadline: float) -> bytes:

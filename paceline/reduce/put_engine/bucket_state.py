@@ -43,17 +43,19 @@ class RankLayout:
         leader: the first rank of this rank's group; its window holds the sums.
         leaders: for each group, its first rank.
         flags_sender: the rank that sends the summed flags to all leaders: the first leader, or the
-            server.
+            first server.
         local_shard: index of the local shard that this rank owns; None if its group has more ranks
             than local shards and this rank owns none.
         owners: the ranks of this rank's group that own local shards.
         peer_owners: for each other group that owns a shard of this rank's local shard, by its
             number: the rank that owns it there. Contributions are sent to these ranks.
         contributors: the ranks of other groups whose contributions to its shard this rank sums, and
-            to which the sums return: the peer owners; with a server, all leaders on the server, and
-            none on a worker.
-        server: the rank of the server; None: there is none.
-        server_name: its name, for errors.
+            to which the sums return: the peer owners; with servers, all leaders of workers on a
+            server, and none on a worker.
+        contributing: the numbers of the groups whose contributions this rank sums, its own
+            included; none where no other group contributes.
+        servers: the servers' names, for errors, by their ranks.
+        workers: all other ranks that contribute.
         peers: all other ranks.
     """
 
@@ -74,16 +76,14 @@ class RankLayout:
             for number, group in enumerate(topology.groups)
             if self.local_shard is not None and number != self.group
         }
-        self.server = topology.server_rank
-        self.server_name = topology.server
-        self.flags_sender = self.leaders[0]
-        self.peer_owners = others
-        self.contributors = list(others.values())
-        if self.server is not None:
-            self.flags_sender = self.server
-            self.peer_owners = {n: owner for n, owner in others.items() if owner == self.server}
-            if self.rank != self.server:
-                self.contributors = []
+        owning = topology.owning if self.group in topology.contributing else ()
+        contributing = topology.contributing if self.group in topology.owning else ()
+        self.peer_owners = {number: rank for number, rank in others.items() if number in owning}
+        self.contributors = [rank for number, rank in others.items() if number in contributing]
+        self.contributing = contributing if self.contributors else ()
+        self.flags_sender = topology.owners[0]
+        self.servers = dict(zip(topology.owners, topology.servers, strict=False))
+        self.workers = [rank for rank in topology.contributors if rank != self.rank]
         self.peers = [rank for rank in topology.ranks if rank != self.rank]
         self._memory = {peer: _memory(window, peer) for peer in self.group_ranks}
 
@@ -139,11 +139,42 @@ class ReceiveBuffer:
         self.flags[:] = flags
 
 
-class BucketState:
-    """Bucket state of one rank: its memory, its receive buffers, and its current version.
+class BucketStates:
+    """States of all buckets on one rank.
 
     Args:
-        layout: layout of the bucket.
+        layout, rank_layout: of the window and of this rank.
+        templates, names: for each bucket, as of `BucketState`.
+
+    Attributes:
+        rooms: for each bucket, the states of its rooms.
+        first: for each bucket, the state of its first room.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank_layout: RankLayout,
+        templates: Sequence[Sequence[Tensor]],
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        self.rooms = [
+            [BucketState(room, rank_layout, tensors, texts) for room in rooms]
+            for rooms, tensors, texts in zip(layout.rooms, templates, names, strict=True)
+        ]
+        self.first = [rooms[0] for rooms in self.rooms]
+
+    def at(self, index: int, version: int) -> BucketState:
+        """Return the state of a bucket's version."""
+        rooms = self.rooms[index]
+        return rooms[version % len(rooms)]
+
+
+class BucketState:
+    """State of one room of a bucket on one rank: memory, receive buffers, and the version there.
+
+    Args:
+        layout: layout of the room.
         rank_layout: layout of this rank.
         templates: tensors of the parameters' shapes and strides.
         names: the parameters' names, for errors.
@@ -184,15 +215,14 @@ class BucketState:
         feedback: error feedback, which encodes what is sent to other groups; None without a codec.
         suppression: leaves out zeros of contributions to other groups; None: all is sent.
         sum_suppression: does so of sums; None: all is sent.
-        local_gradients: this rank's gradients in the most recent version; None once it is waited
-            for.
+        local_gradients: this rank's gradients in the version; None once it is waited for.
         gathered: pieces of the group's contribution to the local shard.
         weight: factor by which the values of `gathered` must still be multiplied.
         flags: flags of the ranks of this group; after the sum over groups, flags of all ranks.
         update: replaces the shard's sums by updated parameters; None if the sums are sent back.
-        operation: description of the most recent version, for errors.
-        empty: True if the most recent version carries no gradients, because `update` already has
-            this shard's gradient sums.
+        operation: description of the version, for errors.
+        empty: True if the version carries no gradients, because `update` already has this shard's
+            gradient sums.
     """
 
     def __init__(
@@ -266,8 +296,7 @@ class BucketState:
         self.codec = spec.codec
         self.from_groups: list[ReceiveBuffer | None] = [
             None if n == group else ranks.receive_buffer(rank, layout.from_groups[n], size, layout)
-            for n in ranks.groups
-            if ranks.contributors and not (n == group and ranks.rank == ranks.server)
+            for n in ranks.contributing
         ]
         if ranks.contributors:
             in_sums = layout.sums + own.start * spec.dtype.itemsize

@@ -21,12 +21,17 @@ A window holds, for each bucket,
                       read
     flags             which parameters any rank used, behind the sums
 
-A *server* may own all shards. It is the last rank, in a group of its own, and contributes nothing:
+*Servers* may own all shards. They are the last ranks, each in a group of its own, and contribute
+nothing:
 
-    local shard   [ of group 0: empty | of group 1: empty | … | of the server: all values ]
+    local shard   [ of group 0: empty | of group 1: empty | … | of server 0 | of server 1 | … ]
 
-Sums return from it as they are, directly into `sums`. Its window alone has `from_groups`, behind
-all that it has in common with the workers' windows.
+Sums return from them as they are, directly into `sums`. Their windows alone have `from_groups`,
+behind all that they have in common with the workers' windows.
+
+Where a rank may send k versions of a bucket ahead of the last one that it has read (bounded
+staleness), each bucket has k + 1 *rooms*: all this memory so many times. Version v is in room
+v mod (k + 1).
 
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
 by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
@@ -37,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -56,12 +61,12 @@ class Topology:
     Attributes:
         groups: the groups, each a sequence of ranks in rank order. A rank is in at most one group;
             a rank in none takes no part in the exchange.
-        server: name of the server, for errors: it is the only rank of the last group, owns all
-            shards and contributes nothing. "": there is none, and all groups own shards.
+        servers: names of the servers, for errors: they are the only ranks of the last groups, own
+            all shards and contribute nothing. (): there are none, and all groups own shards.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    server: str = ""
+    servers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, machines: Sequence[int]) -> Topology:
@@ -70,25 +75,44 @@ class Topology:
         spans = zip([0, *ends], ends, strict=False)
         return cls(groups=tuple(tuple(range(a, b)) for a, b in spans))
 
-    def served_by(self, name: str) -> Topology:
-        """Return this topology of workers with a server behind the last rank."""
-        return Topology(groups=(*self.groups, (self.ranks[-1] + 1,)), server=name)
+    def served_by(self, *names: str) -> Topology:
+        """Return this topology of workers with servers behind the last rank."""
+        first = self.ranks[-1] + 1
+        servers = tuple((first + number,) for number in range(len(names)))
+        return Topology(groups=(*self.groups, *servers), servers=names)
 
     @property
     def workers(self) -> Topology:
-        """The topology of the ranks that contribute: without the server, if there is one."""
-        return Topology(groups=self.groups[:-1]) if self.server else self
+        """The topology of the contributors."""
+        return Topology(groups=tuple(self.groups[number] for number in self.contributing))
 
     @property
-    def server_rank(self) -> int | None:
-        """The rank of the server; None: there is none."""
-        return self.groups[-1][0] if self.server else None
+    def contributing(self) -> range:
+        """The numbers of the groups whose ranks contribute."""
+        return range(len(self.groups) - len(self.servers))
+
+    @property
+    def owning(self) -> range:
+        """The numbers of the groups that own shards."""
+        groups = range(len(self.groups))
+        return groups[-len(self.servers) :]  # all of them, where there is no server
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The ranks that contribute, in order."""
+        return self.workers.ranks
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that own shards, in order."""
+        groups = [self.groups[number] for number in self.owning]
+        return tuple(rank for group in groups for rank in group[: self.local_shards])
 
     @property
     def leaders(self) -> Topology:
         """A topology of each group's first rank alone; the others are in no group."""
         groups = tuple((group[0],) for group in self.groups)
-        return Topology(groups=groups, server=self.server)
+        return Topology(groups=groups, servers=self.servers)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -121,6 +145,9 @@ class BucketSpec:
         suppresses_zeros: whether contributions and sums that are put between groups may leave out
             blocks of zeros. They then begin with a preamble (`zero_suppression.py`). Where updated
             parameters may be sent back, what is sent back is complete.
+        rooms: number of versions whose contributions and sums have memory of their own: 1, and the
+            staleness. More than 1 needs plain values, because residuals and suppressed zeros
+            follow from one version to the next.
     """
 
     lengths: tuple[int, ...]
@@ -131,6 +158,7 @@ class BucketSpec:
     returns_parameters: bool = False
     suppresses_zeros: bool = False
     returns_plain: bool = False
+    rooms: int = 1
 
     @property
     def header_size(self) -> int:
@@ -188,7 +216,7 @@ class BufferArray:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Layout of one bucket in a window.
+    """Layout of one room of a bucket in a window.
 
     Attributes:
         index: the bucket's number.
@@ -200,7 +228,7 @@ class BucketLayout:
         returned_sums: receive buffers for returned sums.
         sums: offset of the sums in the window, in bytes.
         flags: offset of the flags in the window, in bytes.
-        served: whether the last group is a server.
+        topology: the groups of ranks.
     """
 
     index: int
@@ -211,7 +239,7 @@ class BucketLayout:
     returned_sums: BufferArray
     sums: int
     flags: int
-    served: bool = False
+    topology: Topology
 
     @property
     def numel(self) -> int:
@@ -229,12 +257,12 @@ class BucketLayout:
     def traffic(self, local_shard: int | None, group: int) -> tuple[int, int]:
         """Return the bytes that a rank sends to other groups and receives from them in a step.
 
-        A rank sends each other group that group's shard, and receives its sums or updated
-        parameters; the other groups send contributions to its own shard, and receive that. Not
+        A contributor sends each other owner that owner's shard, and receives its sums or updated
+        parameters; an owner receives contributions to its own shard, and sends that back. Not
         counted are frames' headers and flags of parameters that some ranks didn't use. With
         `--update sharded`, `reduce` returns sums before the updated parameters return; these sums
         aren't counted either, nor are contributions and sums that leave out zeros: see
-        `ZeroSuppression.traffic`. With a server, a rank exchanges with it alone.
+        `ZeroSuppression.traffic`.
 
         Args:
             local_shard: the one that the rank owns; None: it sends nothing to other groups.
@@ -242,22 +270,19 @@ class BucketLayout:
         """
         if local_shard is None:
             return 0, 0
-        if self.served:
-            contribution = self.spec.header_size + self._contribution_size(self.numel)
-            returned = self._returned_size(self.numel)
-            workers = len(self.shards[0]) - 2
-            served = workers * returned, workers * contribution
-            return served if group == workers else (contribution, returned)
-        others = [b - a for a, b in pairwise(self.shards[local_shard])]
-        own = others.pop(group)
-        spec = self.spec
-        returned = self._returned_size(own)
-        contribution = spec.header_size + self._contribution_size(own)
-        sent = sum(spec.header_size + self._contribution_size(size) + returned for size in others)
-        return sent, sum(contribution + self._returned_size(size) for size in others)
+        sizes = [b - a for a, b in pairwise(self.shards[local_shard])]
+        contributes = group in self.topology.contributing
+        owns = group in self.topology.owning
+        others = [sizes[n] for n in self.topology.owning if contributes and n != group]
+        peers = len([n for n in self.topology.contributing if owns and n != group])
+        own = sizes[group]
+        sent = sum(map(self._contribution_size, others)) + peers * self._returned_size(own)
+        received = sum(map(self._returned_size, others)) + peers * self._contribution_size(own)
+        return sent, received
 
     def _contribution_size(self, numel: int) -> int:
-        return 0 if self.spec.suppresses_zeros else self.spec.encoded_size(numel)
+        encoded = 0 if self.spec.suppresses_zeros else self.spec.encoded_size(numel)
+        return self.spec.header_size + encoded
 
     def _returned_size(self, numel: int) -> int:
         spec = self.spec
@@ -273,21 +298,26 @@ class Layout:
     """Layout of a window: where the memory of each bucket lies.
 
     Attributes:
-        buckets: the layouts of the buckets, in order.
+        rooms: for each bucket, in order, the layouts of its rooms.
         topology: the groups of ranks.
         size: size of the window in bytes.
-        server_size: size of the server's window, in bytes, if there is a server.
+        server_size: size of a server's window, in bytes, if there are servers.
     """
 
-    buckets: tuple[BucketLayout, ...]
+    rooms: tuple[tuple[BucketLayout, ...], ...]
     topology: Topology
     size: int
     server_size: int = 0
 
     @property
+    def buckets(self) -> tuple[BucketLayout, ...]:
+        """The layouts of the buckets' first rooms."""
+        return tuple(rooms[0] for rooms in self.rooms)
+
+    @property
     def notifications(self) -> int:
         """The number of notifications of a peer."""
-        return 4 * len(self.buckets) + 1
+        return 4 * len(self.rooms) + 1
 
     @property
     def notification_names(self) -> list[str]:
@@ -298,37 +328,45 @@ class Layout:
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay out buckets for the ranks of a topology."""
-    buckets = []
+    buckets = []  # in all rooms
     offset = 0
     for index, spec in enumerate(specs):
-        bucket = _lay_out_bucket(index, spec, topology, offset)
-        buckets.append(bucket)
-        offset = _aligned(bucket.flags + len(spec.lengths))
+        for _ in range(spec.rooms):
+            bucket = _lay_out_bucket(index, spec, topology, offset)
+            buckets.append(bucket)
+            offset = _aligned(bucket.flags + len(spec.lengths))
     size = end = offset
-    for index, bucket in enumerate(buckets if topology.server else ()):
-        contribution = bucket.spec.header_size + bucket.spec.contribution_size(bucket.numel)
-        from_groups = _buffers(end, contribution, len(topology.groups) - 1)
-        buckets[index] = replace(bucket, from_groups=from_groups)
+    for number, bucket in enumerate(buckets if topology.servers else ()):
+        spec = bucket.spec
+        contribution = spec.header_size + spec.contribution_size(_longest(bucket.shards))
+        from_groups = _buffers(end, contribution, len(topology.contributing))
+        buckets[number] = replace(bucket, from_groups=from_groups)
         end = from_groups.end
-    return Layout(buckets=tuple(buckets), topology=topology, size=size, server_size=end)
+    rooms = tuple(tuple(group) for _, group in groupby(buckets, lambda bucket: bucket.index))
+    return Layout(rooms=rooms, topology=topology, size=size, server_size=end)
 
 
 def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
     groups = len(topology.groups)
     group_size = max(map(len, topology.groups))
-    served = bool(topology.server)
+    served = bool(topology.servers)
     if served:
         spec = replace(spec, returns_plain=True)
+    plain = spec.codec is None and not (spec.suppresses_zeros or spec.returns_parameters)
+    assert plain or spec.rooms == 1
     head = spec.header_size
     item = spec.dtype.itemsize
     numel = sum(spec.lengths)
     slices = _boundaries(0, numel, topology.local_shards, item)
     if served:
-        shards: tuple[tuple[int, ...], ...] = ((0,) * groups + (numel,),)
+        # The contributors own nothing, and each server the same part of every bucket, so that all
+        # servers carry the same load.
+        bounds = _boundaries(0, numel, len(topology.servers), item)
+        shards: tuple[tuple[int, ...], ...] = ((0,) * len(topology.contributing) + bounds,)
     else:
         shards = tuple(_boundaries(start, stop, groups, item) for start, stop in pairwise(slices))
     widest = max(b - a for a, b in pairwise(slices))
-    longest = max(b - a for shard in shards for a, b in pairwise(shard))
+    longest = _longest(shards)
     among_workers = groups > 1 and not served
     needs_return_buffers = among_workers and (
         group_size > 1 or spec.codec is not None or spec.suppresses_sums
@@ -349,7 +387,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
         returned_sums=returned_sums,
         sums=returned_sums.end,
         flags=returned_sums.end + _aligned(numel * item),
-        served=served,
+        topology=topology,
     )
 
 
@@ -358,6 +396,10 @@ def _boundaries(start: int, stop: int, count: int, itemsize: int) -> tuple[int, 
     line = _ALIGN // itemsize
     lines = (stop - start) // line
     return (*(start + line * (number * lines // count) for number in range(count)), stop)
+
+
+def _longest(shards: Sequence[Sequence[int]]) -> int:
+    return max(b - a for shard in shards for a, b in pairwise(shard))
 
 
 def _buffers(offset: int, size: int, count: int) -> BufferArray:

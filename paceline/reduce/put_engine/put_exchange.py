@@ -10,11 +10,11 @@
     the group ◀── a notification
 
 A version counts the exchanges of a bucket. Nothing is acknowledged, because it is implied: a rank
-sends version v + 1 of a bucket only after it has read version v of all its sums. So an owner that
-has version v + 1 of all contributions knows that no rank still needs anything of version v. Flags
-may still be on their way to ranks that don't need them; they keep their order.
+sends version v + 1 of a bucket only after it has read version v of all its sums, or with k + 1
+rooms, version v - k (`sender.py`). Flags may still be on their way to ranks that don't need them;
+they keep their order.
 
-A server may own all shards: then it alone receives contributions of other groups, and returns sums
+Servers may own all shards: then they alone receive contributions of other groups, and return sums
 (`shard_server.py`).
 
 A sum needs all ranks. So a wait for one peer ends as well when another one is lost, and a timeout
@@ -30,16 +30,15 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from paceline.codecs.codec import cut
-from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
+from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
-from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
+from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM, Layout
-from paceline.reduce.put_engine.shard_reducer import ShardReducer
+from paceline.reduce.put_engine.owner import Owner
+from paceline.reduce.put_engine.sender import Sender
 
 _WAIT_SLICE_S = 0.5  # until a wait for one peer notices that another one is lost
 
@@ -68,24 +67,22 @@ class PutExchange:
         self._window = window
         self._timeout = timeout
         self._ranks = ranks = RankLayout(layout, window)
-        self._buckets = [
-            BucketState(bucket, ranks, tensors, bucket_names)
-            for bucket, tensors, bucket_names in zip(layout.buckets, templates, names, strict=True)
-        ]
+        self._buckets = BucketStates(layout, ranks, templates, names)
         fixed = [bucket.traffic(ranks.local_shard, ranks.group) for bucket in layout.buckets]
         # `GpuStaging` and `MachineSums` hold this list too, so it is changed in place.
         self.traffic = list(fixed)
         self._fixed_traffic = fixed
-        self._reducer = ShardReducer(window, ranks, self._buckets)
+        self._sender = Sender(window, ranks, self._buckets)
+        self._owner = Owner(window, ranks, self._buckets, self._sender)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback | None]:
         """The error feedback of each bucket; None where this rank encodes nothing."""
-        return [bucket.feedback for bucket in self._buckets]
+        return [bucket.feedback for bucket in self._buckets.first]
 
     def begin(self, scale: float, indices: Sequence[int] | None = None) -> None:
         """Let the residuals that the buckets' last versions left take effect."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.first:
             if bucket.feedback is not None and (indices is None or bucket.index in indices):
                 bucket.feedback.begin(scale)
 
@@ -101,40 +98,27 @@ class PutExchange:
         Raises:
             PeerLost: a peer ended.
         """
-        bucket = self._buckets[index]
-        bucket.operation = operation
-        bucket.empty = False
-        bucket.update = None
-        bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         try:
-            self._put_contributions(bucket, gradients)
+            return self._sender.send(index, values, weight, operation)
         except PeerLost as error:  # perhaps only because it lost another before
             self._raise_first_loss(error.during(operation), operation)
-        return self._reducer.count_sent(bucket)
 
     def send_empty(self, index: int) -> int:
         """Begin a version without gradients: owners have been given theirs; return it."""
-        bucket = self._buckets[index]
-        version = int(self._reducer.sent[index]) + 1
-        bucket.empty = True
-        bucket.local_gradients = NO_GRADIENTS
-        for owner, *_ in bucket.to_owners:
-            self._window.put(owner, 0, None, index, version, -index)
-        return self._reducer.count_sent(bucket)
+        return self._sender.send_empty(index)
 
     def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums return, or the parameters that `update` writes in their place."""
-        bucket = self._buckets[index]
-        bucket.update = update
-        self._reducer.allow_return(bucket)
+        self._newest(index).update = update
+        self._owner.allow_return(index, int(self._sender.sent[index]))
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return the values of a bucket that this rank owns, and the memory of their sums."""
-        return self._buckets[index].shard
+        return self._buckets.first[index].shard
 
     def flags(self, index: int) -> Flags:
         """Return which parameters of a bucket any rank used, once it is summed."""
-        flags = self._buckets[index].flags
+        flags = self._newest(index).flags
         assert flags is not None
         return flags
 
@@ -145,7 +129,7 @@ class PutExchange:
             CommError: a peer was lost, or a wait timed out.
             ConfigError: a gradient was written since it was sent.
         """
-        bucket = self._buckets[index]
+        bucket = self._buckets.at(index, version)
         gradients = self._wait_for_sums(bucket, version)
         gradients.check_unwritten()
         if gradients.full or bucket.update is not None:
@@ -164,11 +148,11 @@ class PutExchange:
         Raises:
             CommError: a peer was lost, or a wait timed out.
         """
-        bucket = self._buckets[index]
         if version is not None:
-            self._wait_for_sums(bucket, version)
-        if bucket.feedback is not None:
-            bucket.feedback.abandon()
+            self._wait_for_sums(self._buckets.at(index, version), version)
+        feedback = self._buckets.first[index].feedback
+        if feedback is not None:
+            feedback.abandon()
 
     def drain(self) -> None:
         """Announce that this rank has all its sums, and return once all others have theirs.
@@ -178,10 +162,8 @@ class PutExchange:
         """
         window = self._window
         ranks = self._ranks
-        count = len(self._buckets)
-        if self._reducer.error is not None or any(
-            bucket.local_gradients is not None for bucket in self._buckets
-        ):
+        count = len(self._buckets.first)
+        if self._owner.error is not None or not self._sender.has_all:
             return
         last = 4 * count
         limit = self._timeout.later
@@ -192,8 +174,8 @@ class PutExchange:
             deadline = time.monotonic() + limit
             events = 0
             while not_drained := [peer for peer in ranks.peers if not window.values[peer, last]]:
-                sends_more = (window.values[not_drained, :count] > self._reducer.sent).any()
-                if sends_more or self._reducer.error is not None or time.monotonic() >= deadline:
+                sends_more = (window.values[not_drained, :count] > self._sender.sent).any()
+                if sends_more or self._owner.error is not None or time.monotonic() >= deadline:
                     return
                 events = window.wait_for_event(events, _WAIT_SLICE_S)
             for peer in ranks.peers:
@@ -201,48 +183,34 @@ class PutExchange:
 
     def close(self) -> None:
         """End the thread, and the window."""
-        self._reducer.close()
+        self._owner.close()
         self._window.close()
-        self._reducer.join()
-        for bucket in self._buckets:
+        self._owner.join()
+        for bucket in self._buckets.first:
             bucket.update = None  # it holds the synchronizer
-
-    def _put_contributions(self, bucket: BucketState, gradients: LocalGradients) -> None:
-        index = bucket.index
-        version = int(self._reducer.sent[bucket.index]) + 1
-        for owner, local_shard, buffer, values in bucket.to_owners:
-            buffer.write_header(1.0, gradients.flags)
-            pieces = cut(gradients.pieces, local_shard)
-            add_up([pieces], [gradients.weight], values, past_caches=True)
-            self._window.put(owner, 0, None, index, version, -index)
-        if not self._ranks.group_peers and bucket.feedback is None:
-            self._reducer.put_shards(
-                bucket, gradients.pieces, gradients.weight, gradients.flags, version
-            )
 
     def _wait_for_sums(self, bucket: BucketState, version: int) -> LocalGradients:
         """Wait for a version's sums; return this rank's gradients, and let go of them."""
-        assert version == self._reducer.sent[bucket.index]  # their memory holds one version
         ranks = self._ranks
         senders: Sequence[int] = [owner for owner in ranks.owners if owner != ranks.rank]
         if not ranks.group_peers and bucket.direct_return:
             senders = list(ranks.peer_owners.values())
         for peer in senders:
             self._wait_for(bucket, version, peer, bucket.returns)
-        if ranks.local_shard is not None and not self._reducer.wait(
+        if ranks.local_shard is not None and not self._owner.wait(
             bucket.index, version, self._timeout.limit(bucket.operation)
         ):
-            self._raise_reducer_error(bucket.operation)
+            self._raise_owner_error(bucket.operation)
             raise self._timed_out(bucket, version, None)
         if bucket.suppression is not None:
             fixed = self._fixed_traffic[bucket.index]
             suppressed = bucket.suppression.traffic()
             self.traffic[bucket.index] = fixed[0] + suppressed[0], fixed[1] + suppressed[1]
-        gradients = bucket.local_gradients
-        bucket.local_gradients = None
-        bucket.gathered = ()
-        assert gradients is not None
-        return gradients
+        return self._sender.count_read(bucket, version)
+
+    def _newest(self, index: int) -> BucketState:
+        """Return the state of the version that was sent last."""
+        return self._buckets.at(index, int(self._sender.sent[index]))
 
     def _wait_for(self, bucket: BucketState, version: int, peer: int, kind: int) -> None:
         """Wait for a peer's notification of a bucket's version.
@@ -250,7 +218,7 @@ class PutExchange:
         Raises:
             PeerLost: a peer ended, this one or another; CommTimeout: none came in time.
         """
-        row = kind * len(self._buckets) + bucket.index
+        row = kind * len(self._buckets.first) + bucket.index
         operation = bucket.operation
         with self._timeout.limit(operation) as limit:
             while True:
@@ -259,41 +227,40 @@ class PutExchange:
                     self._window.wait(peer, row, version, limit=within, operation=operation)
                     return
                 except CommTimeout:
-                    self._raise_reducer_error(operation)
+                    self._raise_owner_error(operation)
                     if kind in (SUM, PARAMETERS):
-                        self._reducer.check_returned(bucket, peer, version)
+                        self._owner.check_returned(bucket, peer, version)
                     if limit.look():
                         raise self._timed_out(bucket, version, peer) from None
                 except PeerLost as error:  # perhaps only because it lost another before
                     self._raise_first_loss(error, operation)
 
     def _raise_first_loss(self, error: PeerLost, operation: str) -> NoReturn:
-        """Raise what the reducer's thread noticed, or else the loss that came before all others."""
-        self._raise_reducer_error(operation)
+        """Raise what the owner's thread noticed, or else the loss that came before all others."""
+        self._raise_owner_error(operation)
         raise self._named(self._window.lost_first(error))
 
-    def _raise_reducer_error(self, operation: str) -> None:
-        """Raise what ended the reducer's thread, if anything did: it noticed first who was lost."""
+    def _raise_owner_error(self, operation: str) -> None:
+        """Raise what ended the owner's thread, if anything did: it noticed first who was lost."""
         rank = self._ranks.rank
-        if self._reducer.closed:
+        if self._owner.closed:
             raise PeerLost(rank=rank, operation=operation, cause=THIS_PROCESS_CLOSED)
-        error = self._reducer.error
+        error = self._owner.error
         if isinstance(error, PeerLost):
             raise self._named(error.during(operation)) from error
         if error is not None:
             raise error
 
     def _named(self, error: PeerLost) -> PeerLost:
-        """Name the server, if it is the peer that was lost."""
-        ranks = self._ranks
-        served = ranks.server is not None and error.peer == ranks.server
-        return error.named(ranks.server_name) if served else error
+        """Name the server, if one is the peer that was lost."""
+        servers = self._ranks.servers
+        return error if error.peer not in servers else error.named(servers[error.peer])
 
     def _timed_out(self, bucket: BucketState, version: int, awaited: int | None) -> CommTimeout:
         """Name the ranks whose contributions, or sums, have not come."""
         ranks = self._ranks
         values = self._window.values
-        count = len(self._buckets)
+        count = len(self._buckets.first)
         peer_owners = ranks.peer_owners.values()
 
         def missing(peers: Sequence[int], kind: int) -> list[int]:
@@ -303,8 +270,8 @@ class PutExchange:
         if not missing_ranks:
             returned = missing([*peer_owners], bucket.returns)
             missing_ranks = returned if awaited is None else [awaited]
-        if missing_ranks == [ranks.server]:
-            peer = f"{ranks.server_name}, or a worker that it waits for,"
+        if missing_ranks and missing_ranks[0] in ranks.servers:
+            peer = f"{ranks.servers[missing_ranks[0]]}, or a worker that it waits for,"
             return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)
         names = ", ".join(map(str, sorted(missing_ranks)))
         peer = f"rank{'s' if len(missing_ranks) > 1 else ''} {names}" if missing_ranks else "itself"

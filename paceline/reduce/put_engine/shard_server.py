@@ -1,16 +1,17 @@
-"""Shard server: owns all shards of an exchange by puts, and contributes nothing to them.
+"""Shard server: an owner without a sender, in an exchange by puts whose servers own all shards.
 
     worker 0 ── contribution ──▶┌────────┐── sum ──▶ worker 0
     worker 1 ── contribution ──▶│ server │── sum ──▶ worker 1
     …                           └────────┘           …
 
-The server's shard reducer sums in the order of the groups, as an owner among the workers does. Sums
-return as they are, so the server has no state between two versions of a bucket. Workers announce
-their end as in `PutExchange.drain`, and wait for the server's announcement, which `release` makes.
+It sums in the order of the groups, as an owner among the workers does. Sums return as they are, so
+a server has no state between two versions of a bucket. Workers announce their end as in
+`PutExchange.drain`, and wait for the servers' announcements, which `release` makes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,38 +20,37 @@ from torch import Tensor
 
 from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
+from paceline.reduce.put_engine.bucket_state import BucketStates, RankLayout
 from paceline.reduce.put_engine.layout import BucketLayout, Layout
-from paceline.reduce.put_engine.shard_reducer import ShardReducer
+from paceline.reduce.put_engine.owner import Owner
 
 _WAIT_SLICE_S = 0.5
-_FLUSH_S = 5.0
+_RELEASE_S = 5.0
 
 
 class ShardServer:
-    """Shard server: sums the contributions of all workers to every bucket, and returns the sums.
+    """Shard server: sums all workers' contributions to its part of each bucket, and returns sums.
 
     Args:
         window: the server's window, reserved for this exchange.
-        layout: layout of the window, whose topology has a server.
+        layout: layout of the window, whose topology has servers.
     """
 
     def __init__(self, window: Window, layout: Layout) -> None:
         self._window = window
         self._layout = layout
         self._ranks = ranks = RankLayout(layout, window)
-        self._buckets = [
-            BucketState(bucket, ranks, _templates(bucket), [""] * len(bucket.spec.lengths))
-            for bucket in layout.buckets
-        ]
-        self._reducer = ShardReducer(window, ranks, self._buckets)
+        templates = [_templates(bucket) for bucket in layout.buckets]
+        names = [[""] * len(bucket.spec.lengths) for bucket in layout.buckets]
+        buckets = BucketStates(layout, ranks, templates, names)
+        self._owner = Owner(window, ranks, buckets, sender=None)
         self._last = layout.notifications - 1
         window.subscribe(layout.notifications)
 
     @property
     def versions(self) -> list[int]:
         """For each bucket, the number of its versions that were summed and returned."""
-        versions: list[int] = self._reducer.done.tolist()
+        versions: list[int] = self._owner.done.tolist()
         return versions
 
     @property
@@ -70,28 +70,34 @@ class ShardServer:
         window = self._window
         events = 0
         try:
-            while any(not window.values[peer, self._last] for peer in self._ranks.peers):
+            while any(not window.values[peer, self._last] for peer in self._ranks.workers):
                 check()
-                if self._reducer.error is not None:
-                    raise self._reducer.error
+                if self._owner.error is not None:
+                    raise self._owner.error
                 events = window.wait_for_event(events, _WAIT_SLICE_S)
         except PeerLost as error:  # perhaps only because it lost another before
             raise window.lost_first(error).during("a merge") from error
 
     def release(self) -> None:
-        """Let the workers end, which wait for it."""
+        """Let the workers end, which wait for it; return once the other servers let them, too."""
         window = self._window
+        peers = self._ranks.peers
+        events = 0
         with suppress(CommError):  # a worker that has gone needs nothing
-            for peer in self._ranks.peers:
+            for peer in peers:
                 window.put(peer, 0, None, self._last, 1)
-            for peer in self._ranks.peers:
-                window.flush(peer, limit=_FLUSH_S, operation="the shutdown")
+            for peer in peers:
+                window.flush(peer, limit=_RELEASE_S, operation="the shutdown")
+            # To a server that still serves, the end of this one would be a loss.
+            deadline = time.monotonic() + _RELEASE_S
+            while not window.values[peers, self._last].all() and time.monotonic() < deadline:
+                events = window.wait_for_event(events, _WAIT_SLICE_S)
 
     def close(self) -> None:
         """End the thread, and the window."""
-        self._reducer.close()
+        self._owner.close()
         self._window.close()
-        self._reducer.join()
+        self._owner.join()
 
 
 def _templates(bucket: BucketLayout) -> list[Tensor]:

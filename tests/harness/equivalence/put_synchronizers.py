@@ -22,7 +22,7 @@ from paceline.comm.connection_window import connect_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.generation.connector import connect
-from paceline.generation.context import GenerationContext
+from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.reduce.put_engine.shard_server import ShardServer
@@ -213,7 +213,7 @@ def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[
             contexts[rank] = context_on_gloo(machines, communicator, store, limit)
         mine = contexts[rank]
         options = PutOptions(
-            open_window=partial(mine.open_window, leaders=True),
+            open_window=partial(mine.window, "gradients", WindowSpec(leaders=True)),
             topology=Topology.of(machines),
             limits=mine.limits,
             staged=True,

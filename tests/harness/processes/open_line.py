@@ -24,7 +24,7 @@ class OpenLineNet(ObservedNet):
         path = line_file(Path(), os.getpid())
         if not path.exists():
             (line,) = (one for one in gc.get_objects() if type(one) is ControlLine)
-            write_atomically(path, f"{line.port} {line._secret.hex()}")
+            write_atomically(path, f"{line.port} {line._me.secret.hex()}")
         return super().forward(images)
 
 

@@ -8,14 +8,9 @@ from collections.abc import Callable
 from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.control_line.connection import OpenSockets
 from paceline.cluster.membership.control_line.greeters import Greeter
-from paceline.cluster.membership.control_line.greeting import (
-    BEATS,
-    FRAMES,
-    NO_SESSION,
-    DialerGreeting,
-)
 from paceline.cluster.membership.control_line.line_thread import LineThread, Timer
 from paceline.comm.addresses import family_of
+from paceline.comm.handshake import BEATS, FRAMES, NO_SESSION, DialerGreeting
 
 _FIRST_S = 0.05  # between two attempts, at first
 # A link that comes back within the peer timeout must be used again before that ends.
@@ -30,7 +25,7 @@ class Dialer:
         sockets: the line's open sockets.
         where: the peer's address and port.
         prepare: sets a connection's options.
-        greeting: makes the greeting of a connection, from its purpose and session.
+        greeting: makes the greeting of a connection, from its kind and session.
         connected: called with the connections for frames and for beats.
     """
 
@@ -72,10 +67,10 @@ class Dialer:
         if self._timer is not None:
             self._timer.cancel()
         if self._greeter is not None:
-            self._greeter.fail("")
+            self._greeter.fail()
         self._drop_frames()
 
-    def _dial(self, purpose: bytes, session: bytes) -> None:
+    def _dial(self, kind: bytes, session: bytes) -> None:
         address = self._where[0]
         try:
             connection = socket.socket(family_of(address), socket.SOCK_STREAM)
@@ -94,14 +89,14 @@ class Dialer:
             self._sockets.close(connection)
             self._fail()
             return
-        greeting = self._greeting(purpose, session)
+        greeting = self._greeting(kind, session)
         self._greeter = Greeter(self._thread, self._sockets, connection, greeting, self._ended)
 
-    def _ended(self, greeter: Greeter, connection: socket.socket | None, _: str) -> None:
+    def _ended(self, greeter: Greeter, connection: socket.socket | None) -> None:
         self._greeter = None
         if connection is None:
             self._fail()
-        elif greeter.greeting.purpose == FRAMES:
+        elif greeter.greeting.kind == FRAMES:
             self._frames = connection
             self._dial(BEATS, greeter.greeting.session)
         else:

@@ -9,9 +9,8 @@ SUSPECTED  members that one suspects, and why         ACTIVITY   what a member d
 
 from __future__ import annotations
 
-import hmac
-
 from paceline.cluster.membership.generation import Generation
+from paceline.comm.handshake import secret_of
 
 VOTE = "vote"
 STORE = "store"
@@ -37,4 +36,4 @@ def supervisor_key(generation: Generation, machine: int) -> str:
 
 def control_secret(generation: Generation) -> bytes:
     """Return the secret of the control line, of the first generation of a start."""
-    return hmac.digest(generation.token.encode(), b"paceline control line", "sha256")
+    return secret_of(generation.token, "control line")

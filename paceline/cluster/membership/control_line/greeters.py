@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections import Counter
 from collections.abc import Callable
 
-from paceline.cluster.membership.control_line.connection import (
-    PEER_CLOSED,
-    OpenSockets,
-    reason_of,
-)
-from paceline.cluster.membership.control_line.greeting import (
+from paceline.cluster.membership.control_line.connection import OpenSockets
+from paceline.cluster.membership.control_line.line_thread import READ, WRITE, LineThread
+from paceline.comm.handshake import (
+    GREETING_S,
+    MAX_UNAUTHENTICATED,
     DialerGreeting,
     Greeting,
     GreetingError,
+    advance,
+    first_to_drop,
 )
-from paceline.cluster.membership.control_line.line_thread import READ, WRITE, LineThread
 
-GREETING_S = 5.0
-# Whoever reaches the port may connect: neither time nor descriptors are spent on more than these.
-MAX_UNAUTHENTICATED = 64
 # In one turn of the thread, which votes and heartbeats' evidence share: a flood must not hold it.
 _ACCEPTED_AT_ONCE = 16
 _NO_DESCRIPTORS_S = 1.0  # without accepting, after the process ran out of descriptors
@@ -35,7 +31,7 @@ class Greeter:
         connection: a connection that is open or, for a dialer, being made.
         greeting: this side's greeting.
         ended: called once, on the line's thread: with the connection after the greeting; with None
-            and a reason if there was none, after the connection is closed.
+            if there was none, after the connection is closed.
     """
 
     def __init__(
@@ -44,62 +40,42 @@ class Greeter:
         sockets: OpenSockets,
         connection: socket.socket,
         greeting: Greeting,
-        ended: Callable[[Greeter, socket.socket | None, str], None],
+        ended: Callable[[Greeter, socket.socket | None], None],
     ) -> None:
         self.greeting = greeting
         self._thread = thread
         self._sockets = sockets
         self._connection = connection
         self._ended = ended
-        self._timer = thread.call_later(GREETING_S, lambda: self.fail("it did not answer in time"))
+        self._timer = thread.call_later(GREETING_S, self.fail)
         if isinstance(greeting, DialerGreeting):
             thread.watch(connection, WRITE, self._on_connected)
         else:
             thread.watch(connection, READ, self._on_readable)
 
-    def fail(self, reason: str) -> None:
+    def fail(self) -> None:
         """Close the connection."""
         self._leave_thread()
         self._sockets.close(self._connection)
-        self._ended(self, None, reason)
+        self._ended(self, None)
 
     def _on_connected(self, _: int) -> None:
         assert isinstance(self.greeting, DialerGreeting)
-        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            self.fail(reason_of(OSError(error, "")))
-            return
         self._thread.watch(self._connection, READ, self._on_readable)
-        self._send(self.greeting.hello)
+        try:
+            self._connection.sendall(self.greeting.hello)  # for which a new connection has room
+        except OSError:
+            self.fail()
 
     def _on_readable(self, _: int) -> None:
         try:
-            data = self._connection.recv(self.greeting.missing)
-            if not data:
-                raise GreetingError(PEER_CLOSED)
-            answer = self.greeting.feed(data)
-        except BlockingIOError:
+            ended = advance(self._connection, self.greeting)
+        except (GreetingError, OSError):
+            self.fail()
             return
-        except OSError as error:
-            self.fail(reason_of(error))
-            return
-        except GreetingError as error:
-            self.fail(str(error))
-            return
-        if self._send(answer) and self.greeting.ended:
+        if ended:
             self._leave_thread()
-            self._ended(self, self._connection, "")
-
-    def _send(self, data: bytes) -> bool:
-        """Send a message, for which a new connection has room; return False if it has failed."""
-        try:
-            whole = not data or self._connection.send(data) == len(data)
-        except OSError as error:
-            self.fail(reason_of(error))
-            return False
-        if not whole:
-            self.fail("the connection takes no bytes")
-        return whole
+            self._ended(self, self._connection)
 
     def _leave_thread(self) -> None:
         self._timer.cancel()
@@ -160,18 +136,12 @@ class Listener:
             )
             self._greeters[greeter] = address
             if len(self._greeters) > MAX_UNAUTHENTICATED:
-                self._drop_one()
+                first_to_drop(self._greeters).fail()
 
     def _resume(self) -> None:
         self._thread.watch(self._server, READ, self._accept)
 
-    def _drop_one(self) -> None:
-        # Of the address with most of them: one host then can't crowd the members out.
-        address = Counter(self._greeters.values()).most_common(1)[0][0]
-        oldest = next(greeter for greeter, a in self._greeters.items() if a == address)
-        oldest.fail("too many connections are not authenticated")
-
-    def _ended(self, greeter: Greeter, connection: socket.socket | None, _: str) -> None:
+    def _ended(self, greeter: Greeter, connection: socket.socket | None) -> None:
         del self._greeters[greeter]
         if connection is not None:
             self._authenticated(connection, greeter.greeting)

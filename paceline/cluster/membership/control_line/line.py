@@ -30,17 +30,19 @@ from paceline.cluster.membership.control_line.connection import (
 )
 from paceline.cluster.membership.control_line.dialer import Dialer
 from paceline.cluster.membership.control_line.frames import JSON, Frame
-from paceline.cluster.membership.control_line.greeters import GREETING_S, Listener
-from paceline.cluster.membership.control_line.greeting import (
-    FRAMES,
-    MAX_NAME,
-    DialerGreeting,
-    Greeting,
-    ListenerGreeting,
-)
+from paceline.cluster.membership.control_line.greeters import Listener
 from paceline.cluster.membership.control_line.line_thread import READ, LineThread, Timer
 from paceline.cluster.membership.control_line.link import Link
 from paceline.comm.forked_children import close_in_children
+from paceline.comm.handshake import (
+    FRAMES,
+    GREETING_S,
+    MAX_NAME,
+    DialerGreeting,
+    Greeting,
+    Identity,
+    ListenerGreeting,
+)
 
 # A process that ends says so in its last frames, without which the others take it for lost.
 _FLUSH_S = 0.5  # for queued frames, when the line is closed
@@ -95,7 +97,7 @@ class ControlLine:
         assert 0 < len(name.encode()) <= MAX_NAME
         assert secret
         self.name = name
-        self._secret = secret
+        self._me = Identity(name=name, secret=secret)
         self._handler = handler
         self._max_bulk = max_bulk
         self._prepare = partial(tune, timeout=tcp_timeout)
@@ -233,14 +235,14 @@ class ControlLine:
             self._sockets,
             where,
             self._prepare,
-            partial(DialerGreeting, self._secret, self.name, peer),
+            partial(DialerGreeting, self._me, peer),
             connected,
         )
         if peer not in self._links:
             self._dialers[peer].dial()
 
     def _greeting(self) -> Greeting:
-        return ListenerGreeting(self._secret, self.name, self._accepts)
+        return ListenerGreeting(self._me, self._accepts)
 
     def _accepts(self, greeting: Greeting) -> bool:
         peer = greeting.peer
@@ -249,13 +251,11 @@ class ControlLine:
         if peer in self._forgotten or peer in self._dialers or peer == self.name:
             return False
         accepted = self._accepted.get(peer)
-        return greeting.purpose == FRAMES or (
-            accepted is not None and accepted[1] == greeting.session
-        )
+        return greeting.kind == FRAMES or (accepted is not None and accepted[1] == greeting.session)
 
     def _authenticated(self, connection: socket.socket, greeting: Greeting) -> None:
         peer = greeting.peer
-        if greeting.purpose != FRAMES:
+        if greeting.kind != FRAMES:
             frames, _, timer = self._accepted.pop(peer)
             timer.cancel()
             self._open(peer, frames, connection)

@@ -1,4 +1,4 @@
-"""Shard reducer: the owner's side of the reduce-scatter, and the beginning of the all-gather.
+"""Owner: the other side of the reduce-scatter than the sender's, and what begins the all-gather.
 
 Each bucket passes these stages, and the thread counts how many versions have passed each:
 
@@ -10,8 +10,8 @@ Each bucket passes these stages, and the thread counts how many versions have pa
 The thread sleeps until the window has a notification, then advances whatever it can, the most
 urgent bucket first.
 
-With a server, the stages `summed` and `returned` are its own, and a worker passes them at once.
-The server contributes nothing: it has passed `gathered` from the start.
+With servers, the stages `summed` and `returned` are theirs, and a worker passes them at once. A
+server has no sender: it has passed `gathered` from the start.
 """
 
 from __future__ import annotations
@@ -29,78 +29,78 @@ from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.peer_activities import WaitLimit
 from paceline.comm.window import Window
 from paceline.errors import ConfigError, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
+from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM
+from paceline.reduce.put_engine.sender import Sender
 from paceline.reduce.put_engine.zero_suppression import RETURNED
 
 _WAIT_SLICE_S = 0.5
 _CLOSE_S = 5.0
 _Versions = NDArray[np.int64]
+_ALL = np.iinfo(np.int64).max  # versions
 
 
-class ShardReducer:
-    """Shard reducer: sums the contributions to this rank's shard of each bucket, in rank order.
+class Owner:
+    """Owner of shards: sums the contributions to this rank's shard of each bucket, in rank order.
 
     Args:
         window: this rank's window.
         rank_layout: layout of this rank.
         buckets: the states of all buckets.
+        sender: of this rank's contributions; None: it has none.
 
     Attributes:
-        sent: (buckets,), for each bucket the last version that this rank has sent; written by the
-            caller's thread.
         done: (buckets,), for each bucket the last version for which all sums of this rank's local
-            shard are in place; written by the reducer's thread.
-        error: the exception that ended the reducer's thread; None while it runs.
+            shard are in place; written by the owner's thread.
+        error: the exception that ended the owner's thread; None while it runs.
         closed: whether `close` was called.
     """
 
     def __init__(
-        self, window: Window, rank_layout: RankLayout, buckets: Sequence[BucketState]
+        self,
+        window: Window,
+        rank_layout: RankLayout,
+        buckets: BucketStates,
+        sender: Sender | None,
     ) -> None:
         self._window = window
         self._ranks = rank_layout
         self._buckets = buckets
-        self._count = len(buckets)
-        self.sent, self._gathered, self._summed, self._returned, self.done, self._flags_sent = (
-            np.zeros((6, self._count), np.int64)
-        )
-        deferred = np.array([bucket.defers_return for bucket in buckets], bool)
-        self._return_allowed = np.where(deferred, 0, np.iinfo(np.int64).max)  # versions
+        self._sender = sender
+        self._count = count = len(buckets.rooms)
+        # (buckets,) each: the last version that passed a stage. No stage passes the one before it.
+        self._gathered = np.zeros(count, np.int64)
+        self._summed = np.zeros(count, np.int64)
+        self._returned = np.zeros(count, np.int64)
+        self.done = np.zeros(count, np.int64)
+        self._flags_sent = np.zeros(count, np.int64)
+        if sender is None:
+            self._gathered[:] = _ALL
+        self._sent = self._gathered if sender is None else sender.sent
+        deferred = np.array([bucket.defers_return for bucket in buckets.first], bool)
+        self._return_allowed = np.where(deferred, 0, _ALL)  # versions
+        self._passes = max(map(len, buckets.rooms), default=1)  # versions that can wait at once
         self._peer_owners = list(rank_layout.peer_owners.values())
         self._group_peers = rank_layout.group_peers
         self._contributors = rank_layout.contributors
         # The caller's thread waits for these sums. Where a group reads them, this one notifies it.
-        direct = [bucket.direct_return and not self._group_peers for bucket in buckets]
+        direct = [bucket.direct_return and not self._group_peers for bucket in buckets.first]
         self._direct_return = np.array(direct, bool)
         self._all_direct = bool(self._direct_return.all())
         leads = rank_layout.rank == rank_layout.leader != rank_layout.flags_sender
         self._relays_flags = leads and bool(rank_layout.group_peers)
-        if rank_layout.rank == rank_layout.server:
-            self.sent[:] = self._gathered[:] = np.iinfo(np.int64).max
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self.closed = False
         if self._all_direct:
-            window.subscribe(self._count)  # no stage waits for sums or flags
-        self._thread = threading.Thread(target=self._work, name="shard reducer", daemon=True)
+            window.subscribe(count)  # no stage waits for sums or flags
+        self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
 
-    def count_sent(self, bucket: BucketState) -> int:
-        """Count this rank's own contribution as sent; return its version."""
-        index = bucket.index
-        values = self._window.values
-        self.sent[index] += 1
-        version = int(self.sent[index])
-        awaited = self._group_peers or (self._contributors if bucket.feedback is None else ())
-        if all(values[peer, index] >= version for peer in awaited):
-            self._window.wake()
-        return version
-
-    def allow_return(self, bucket: BucketState) -> None:
-        """Let the sums of the version that this rank has sent return, once they are there."""
-        self._return_allowed[bucket.index] = self.sent[bucket.index]
+    def allow_return(self, index: int, version: int) -> None:
+        """Let the sums of a version return, once they are there."""
+        self._return_allowed[index] = version
         self._window.wake()
 
     def check_returned(self, bucket: BucketState, peer: int, version: int) -> None:
@@ -144,34 +144,6 @@ class ShardReducer:
         self._thread.join(_CLOSE_S)
         self.error = None  # its traceback holds the thread's frames
 
-    def put_shards(
-        self,
-        bucket: BucketState,
-        pieces: Sequence[Piece],
-        weight: float,
-        flags: Flags,
-        version: int,
-    ) -> None:
-        """Put the group's contributions to the other groups' shards to their owners.
-
-        Args:
-            bucket: the bucket of the shards.
-            pieces: of this rank's local shard.
-            weight: what these are still to be multiplied by.
-            flags: of their parameters.
-            version: of the bucket.
-        """
-        for group, owner, values in bucket.to_groups:
-            inside = cut(pieces, values)
-            if bucket.feedback is None:
-                source = [bucket.header(weight, flags), *(piece for _, _, piece in inside)]
-            else:
-                data = bucket.feedback.encode(group, inside, weight)
-                source = [bucket.header(1.0, flags), data]
-            if bucket.suppression is not None:
-                source[1:] = bucket.suppression.suppress(group, source[1:])
-            self._put(bucket, owner, bucket.contributed_at, source, CONTRIBUTION, version)
-
     def _put(
         self,
         bucket: BucketState,
@@ -189,7 +161,8 @@ class ShardReducer:
         events = 0
         try:
             while not self.closed:
-                self._advance()  # as far as events so far allow; later ones end the wait at once
+                for _ in range(self._passes):
+                    self._advance()  # as far as events so far allow; later ones end the wait
                 events = self._window.wait_for_event(events, _WAIT_SLICE_S)
         except BaseException as error:
             first = self._window.lost_first(error) if isinstance(error, PeerLost) else error
@@ -198,20 +171,20 @@ class ShardReducer:
                 self._changed.notify_all()
 
     def _advance(self) -> None:
-        """Advance every bucket as far as possible."""
+        """Advance every bucket by a version in each stage, where it can."""
         ranks = self._ranks
         values = self._window.values
         count = self._count
         if ranks.local_shard is None:
             return
-        contributed = _least(values, self._group_peers, 0, count, self.sent)
+        contributed = _least(values, self._group_peers, 0, count, self._sent)
         for index in _indices(self._gathered < contributed):
-            self._gather(self._buckets[index])
+            self._gather(index)
         contributed_by_groups = _least(values, self._contributors, 0, count, self._gathered)
         for index in _indices(self._summed < contributed_by_groups):
-            self._sum(self._buckets[index])
+            self._sum(index)
         for index in _indices(self._returned < np.minimum(self._summed, self._return_allowed)):
-            self._return_sums(self._buckets[index])
+            self._return_sums(index)
         returned = self._returned
         if not self._all_direct:
             both = np.maximum(values[:, count : 2 * count], values[:, 3 * count : 4 * count])
@@ -219,15 +192,17 @@ class ShardReducer:
                 self._direct_return, returned, _least(both, self._peer_owners, 0, count, returned)
             )
         for index in _indices(self.done < returned):
-            self._finish(self._buckets[index])
+            self._finish(index)
         if self._relays_flags:
             self._relay_flags(values[ranks.flags_sender, 2 * count : 3 * count])
 
-    def _gather(self, bucket: BucketState) -> None:
+    def _gather(self, index: int) -> None:
         """Sum the group's contributions to this rank's local shard: reduce-scatter inside it."""
+        version = int(self._gathered[index]) + 1
+        bucket = self._buckets.at(index, version)
         gradients = bucket.local_gradients
-        version = int(self._gathered[bucket.index]) + 1
         assert gradients is not None
+        assert self._sender is not None
         if bucket.empty:
             for peer in self._peer_owners:
                 self._put(bucket, peer, 0, None, CONTRIBUTION, version)
@@ -239,8 +214,9 @@ class ShardReducer:
             if self._group_peers:
                 self._sum_group_ranks(bucket, gradients, ours)
             if self._group_peers or bucket.feedback is not None:  # otherwise `send` has put them
-                self.put_shards(bucket, bucket.gathered, bucket.weight, bucket.flags, version)
-        self._gathered[bucket.index] = version
+                flags = bucket.flags
+                self._sender.put_shards(bucket, bucket.gathered, bucket.weight, flags, version)
+        self._gathered[index] = version
 
     def _sum_group_ranks(
         self, bucket: BucketState, gradients: LocalGradients, ours: Sequence[Piece]
@@ -260,9 +236,10 @@ class ShardReducer:
         bucket.weight = 1.0
         bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
 
-    def _sum(self, bucket: BucketState) -> None:
+    def _sum(self, index: int) -> None:
         """Sum the groups' contributions to this rank's shard."""
-        version = int(self._summed[bucket.index]) + 1
+        version = int(self._summed[index]) + 1
+        bucket = self._buckets.at(index, version)
         if not bucket.empty:
             if self._contributors:
                 self._sum_groups(bucket)
@@ -270,7 +247,7 @@ class ShardReducer:
                 add_up([bucket.gathered], [bucket.weight], bucket.sums)
             if self._ranks.rank == self._ranks.flags_sender:
                 self._send_flags(bucket, version)
-        self._summed[bucket.index] = version
+        self._summed[index] = version
 
     def _sum_groups(self, bucket: BucketState) -> None:
         buffers = bucket.from_groups
@@ -297,9 +274,10 @@ class ShardReducer:
         flags = [bucket.flags if r is None else r.flags for r in buffers]
         bucket.flags = _union([each for each in flags if each is not None])
 
-    def _return_sums(self, bucket: BucketState) -> None:
+    def _return_sums(self, index: int) -> None:
         """Put the shard's sums, or updated parameters, to the other owners: the all-gather."""
-        version = int(self._returned[bucket.index]) + 1
+        version = int(self._returned[index]) + 1
+        bucket = self._buckets.at(index, version)
         source = bucket.own_sums
         feedback = bucket.feedback
         group = self._ranks.group
@@ -310,17 +288,18 @@ class ShardReducer:
         elif feedback is not None:
             encoded = not bucket.defers_return
             source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
-        self._returned[bucket.index] = version
+        self._returned[index] = version
         data = [source]
         if bucket.sum_suppression is not None:
             data = bucket.sum_suppression.suppress(RETURNED, data)
         for peer in self._contributors:
             self._put(bucket, peer, bucket.returned_at, data, bucket.returns, version)
 
-    def _finish(self, bucket: BucketState) -> None:
+    def _finish(self, index: int) -> None:
         """Write the other groups' sums to the group's memory, and notify the group."""
-        version = int(self.done[bucket.index]) + 1
-        if not self._direct_return[bucket.index]:
+        version = int(self.done[index]) + 1
+        bucket = self._buckets.at(index, version)
+        if not self._direct_return[index]:
             for peer in self._peer_owners:
                 self.check_returned(bucket, peer, version)
         restore = bucket.sum_suppression
@@ -333,7 +312,7 @@ class ShardReducer:
         for peer in self._group_peers:
             self._put(bucket, peer, 0, None, bucket.returns, version)
         with self._changed:
-            self.done[bucket.index] = version
+            self.done[index] = version
             self._changed.notify_all()
 
     def _send_flags(self, bucket: BucketState, version: int) -> None:
@@ -355,7 +334,7 @@ class ShardReducer:
         for index in _indices(self._flags_sent < versions):
             self._flags_sent[index] = versions[index]
             for peer in self._group_peers:
-                self._put(self._buckets[index], peer, 0, None, FLAGS, int(versions[index]))
+                self._put(self._buckets.first[index], peer, 0, None, FLAGS, int(versions[index]))
 
 
 def _least(
