@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
@@ -328,10 +329,7 @@ class Steps:
         if self._stop_requested_in is not None:
             self._stop()
         with self.run.recorder.span("settle"):
-            if merge:
-                self._replica.merge()
-            else:
-                self._replica.synchronize_replicas()
+            self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
