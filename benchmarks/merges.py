@@ -38,6 +38,7 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.nn import functional as F
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.update.outer.average import Average
@@ -137,7 +138,7 @@ def merge(setting: Setting, store: Store) -> Variant:
         torch._foreach_add_(list(model), 1e-3)
         replica.end()
 
-    return Variant(step=step, finish=replica.merge, result=list)
+    return Variant(step=step, finish=partial(replica.settle, Weights.MERGED), result=list)
 
 
 class Slowing:
@@ -170,8 +171,8 @@ class Slowing:
 
     def round(self) -> dict[str, float]:
         """Run H steps without a merge, and H with one under way; return seconds."""
-        self._replica.merge()
-        self._replica.synchronize_replicas()
+        self._replica.settle(Weights.MERGED)
+        self._replica.settle(Weights.EQUAL)
         self._model.train()
         start = time.perf_counter()
         for _ in range(self._setting.every):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.comm.communicator import Communicator
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
@@ -52,7 +52,7 @@ def make_allreduce(
     return DataParallel(
         buckets,
         with_rows(exchange, buckets, rows, recorder),
-        ReplicatedUpdate(updater, deferred=not alone),
+        updater,
         statistics,
         end_startup or communicator.end_startup,
         recorder=recorder,

@@ -156,7 +156,8 @@ class Averaging:
         applied = [n for n in due if self._fragments[n].taken_after is not None]
         for number in applied:
             self._apply(number)
-        self._forget_momenta(merged=bool(applied))
+        if applied and self._forgets is not None:
+            self._forgets.state.clear()
 
     def before_read(self, bucket: Bucket) -> None:
         """Wait for nothing: a worker's own weights are final after each update."""
@@ -216,10 +217,7 @@ class Averaging:
         for number in trained:
             self._apply(number)
         self._left = self._present()
-        self._forget_momenta(merged=merges)
-
-    def _forget_momenta(self, *, merged: bool) -> None:
-        if merged and self._forgets is not None:
+        if merges and self._forgets is not None:
             self._forgets.state.clear()
 
     def rebase(self, written: Collection[Tensor]) -> None:

@@ -4,7 +4,7 @@ A step is the same, whatever carries the sums and whichever rank updates. A meth
 of
 
     exchange    sums each bucket over the ranks: `Collectives`, `PutExchange`, …
-    rule        which rank updates what: `ReplicatedUpdate`, or `ShardedUpdate` (ZeRO-1)
+    rule        which rank updates what: each all by an `Updater`, or `ShardedUpdate` (ZeRO-1)
 
     send ── … ── wait, install             one bucket; running statistics go first
       └ gradient_ready └ before_read       (after this rank's `end`)
@@ -13,7 +13,6 @@ of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -28,7 +27,6 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
 from paceline.update.batch_norm import RunningStatistics
-from paceline.update.updater import OwnStep, Updater
 
 
 class UpdateRule(Protocol):
@@ -46,49 +44,23 @@ class UpdateRule(Protocol):
     def return_sums(self) -> None:
         """Let the sums of a step return as they are; all its buckets were sent."""
 
-    def end(self, *, reduced: bool) -> Mapping[int, int]:
+    def freeze(self, *, reduced: bool, deferred: bool) -> Mapping[int, int]:
         """Freeze the hyperparameters of a step; all its buckets were sent.
 
         Args:
             reduced: the sums have returned, and parameters' `.grad` take their place.
+            deferred: a script may write the parameters before their updates.
 
         Returns:
             the versions, by bucket, in which what the owners update by `.grad` returns; empty
             where there are no other owners, or the step's first versions return it.
         """
 
-    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
+    def update(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         """Update a unit's parameters by what the exchange returned, one value a parameter."""
 
     def close(self) -> None:
         """Let go of the optimizer."""
-
-
-class ReplicatedUpdate:
-    """Update rule of replicated training: every rank updates its whole copy of the model.
-
-    Args:
-        updater: updates the parameters from the sums.
-        deferred: updates follow `end`, where a script may use the parameters before.
-    """
-
-    installs_sums = True
-
-    def __init__(self, updater: Updater | OwnStep, *, deferred: bool = True) -> None:
-        self._freeze = partial(updater.freeze, deferred=deferred)
-        self.unit = updater.unit
-        self.install = updater.update
-
-    def return_sums(self) -> None:
-        """Do nothing: sums return at once."""
-
-    def end(self, *, reduced: bool) -> Mapping[int, int]:
-        """Freeze the hyperparameters."""
-        self._freeze()
-        return {}
-
-    def close(self) -> None:
-        """Hold nothing."""
 
 
 class DataParallel:
@@ -216,7 +188,7 @@ class DataParallel:
             self._abandon()
             return
         self.complete()
-        returning = self._rule.end(reduced=self._reduced)
+        returning = self._rule.freeze(reduced=self._reduced, deferred=not self.immediate)
         self._awaited.update(returning)
         if self._reduced and not returning:
             for unit in dict.fromkeys(self._rule.unit(bucket) for bucket in self.buckets):
@@ -294,7 +266,7 @@ class DataParallel:
 
     def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         with self._recorder.span("update", bucket=unit[0].index):
-            self._rule.install(unit, values)
+            self._rule.update(unit, values)
         if self._exposing:
             parameters = (p for bucket in unit for p in bucket.parameters)
             for p, value in zip(parameters, values, strict=True):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate, UpdateRule
+from paceline.algorithms.data_parallel import DataParallel, UpdateRule
 from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.dense_and_rows import dense_of, with_rows
@@ -39,7 +39,7 @@ def make_notified(
         buckets,
         statistics,
         options,
-        lambda _, residuals: (ReplicatedUpdate(updater), residuals),
+        lambda _, residuals: (updater, residuals),
     )
 
 

@@ -64,7 +64,7 @@ class ShardedUpdate:
         self._buckets = buckets
         self._exchange = exchange
         self._shards = shards
-        self.install = shards.install
+        self.update = shards.install
         self.close = shards.close
         for bucket in buckets:
             if (shard := exchange.shard(bucket.index)) is not None:
@@ -80,7 +80,7 @@ class ShardedUpdate:
         for bucket in self._buckets:
             self._exchange.return_sums(bucket.index, None)
 
-    def end(self, *, reduced: bool) -> Mapping[int, int]:
+    def freeze(self, *, reduced: bool, deferred: bool) -> Mapping[int, int]:
         """Freeze the hyperparameters, and let the owners update by the sums or by `.grad`."""
         self._shards.freeze()
         versions = {}

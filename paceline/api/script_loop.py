@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,22 +62,22 @@ class ScriptStep:
         self._loop = loop
         self._samples = samples
         self._weight = weight
+        self._begun: _BegunStep | None = None
         self.done = False
 
     def __enter__(self) -> Self:
-        self._loop.begin_step(self._samples, self._weight)
+        self._begun = self._loop.begin_step(self._samples, self._weight)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> bool:
-        lost = self._loop.end_step(error)
+        lost = self._loop.end_step(self._begun, error)
         self.done = error is None and lost is None
         return lost is not None
 
 
-@dataclass
-class _StepUnderWay:
+class _BegunStep(NamedTuple):
     """What the end of a step needs of its begin."""
 
     batch_slice: BatchSlice
@@ -135,7 +135,6 @@ class ScriptLoop:
                 "sync_bn=True to paceline.parallelize()",
             ),
         )
-        self._under_way: _StepUnderWay | None = None
         self._in_step = False  # a step is active
         self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
@@ -194,29 +193,31 @@ class ScriptLoop:
         with self._end.saved_if_interrupted(self.save_interrupted), step:
             yield step
 
-    def begin_step(self, samples: int | None, weight: float | None) -> None:
+    def begin_step(self, samples: int | None, weight: float | None) -> _BegunStep | None:
         """Begin a step, which `end_step` ends.
 
-        Where a peer is lost here, or was in an earlier step of the same batch, the step's block
-        runs on a plain model.
+        Returns:
+            what that needs; None where a peer is lost here, or was in an earlier step of the same
+            batch: then the step's block runs on a plain model.
 
         Raises:
             PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
         """
         if self._position.several and self.rollback.error is not None:
-            return
+            return None
         try:
             steps = self.require_between_steps("world.step()")
         except PacelineError as error:
             self._end.leave(error)
         try:
-            self._begin_step(steps, samples, weight)
+            return self._begin_step(steps, samples, weight)
         except BaseException as error:
             if self._leave_step(error) is None:
                 raise
             self._in_step = True  # its block still runs
+            return None
 
-    def _begin_step(self, steps: Steps, samples: int | None, weight: float | None) -> None:
+    def _begin_step(self, steps: Steps, samples: int | None, weight: float | None) -> _BegunStep:
         self._repeats = self._position.repeats
         batch_slice, earlier = self._position.next_slice(samples, weight)
         self._fix_meters(steps)
@@ -229,22 +230,21 @@ class ScriptLoop:
         sums = steps.begin(batch_slice, further=self._repeats)
         small = self._small.in_step(self.models, self._position.order, own.stop - own.start)
         small.__enter__()
-        self._under_way = _StepUnderWay(batch_slice, earlier, sums, small)
+        return _BegunStep(batch_slice, earlier, sums, small)
 
-    def end_step(self, error: BaseException | None) -> CommError | None:
-        """End the step; return the loss that has ended it early, if there was one.
+    def end_step(self, step: _BegunStep | None, error: BaseException | None) -> CommError | None:
+        """End a step; return the loss that has ended it early, if there was one.
 
         Args:
+            step: what `begin_step` has returned.
             error: what has ended the step's block; None: the block is complete.
 
         Raises:
             PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
         """
         ended = error
-        step = self._under_way
-        self._under_way = None
         try:
-            if step is not None:  # otherwise a peer was lost before the block
+            if step is not None:
                 ended = self._end_step(step, error)
         except BaseException as raised:
             ended = raised
@@ -255,7 +255,7 @@ class ScriptLoop:
             raise ended
         return lost
 
-    def _end_step(self, step: _StepUnderWay, error: BaseException | None) -> BaseException | None:
+    def _end_step(self, step: _BegunStep, error: BaseException | None) -> BaseException | None:
         """End the step under way; return its block's error, or that of a loss inside."""
         assert self.steps is not None
         error = error or self.rollback.error

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.api.argument_names import (
     as_arguments,
     errors_name_arguments,
@@ -251,7 +252,7 @@ class World:
             if replica.rounds is not None:
                 communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
-            replica.merge()
+            replica.settle(Weights.MERGED)
             return torch.empty(0)
 
         with self._end.explained(call), self._run.context.activities.call(call):

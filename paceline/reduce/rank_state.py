@@ -174,8 +174,8 @@ class RankState(Protocol):
         """Return this rank's own part, by parameter, of the state before the next update.
 
         Args:
-            in_step: a step runs: its buckets are sent, and neither `Synchronizer.end` nor `abandon`
-                was called. Otherwise all is settled.
+            in_step: a step runs: its buckets are sent, and `Synchronizer.end` wasn't called.
+                Otherwise all is settled.
 
         Returns:
             the part. The tensors are views of the state itself, to be copied before the next step

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from paceline.algorithms.average import Averaging
+from paceline.algorithms.synchronizer import Weights
 from paceline.replica.replica import Replica
 from paceline.replica.state.checksums import Checksums
 from paceline.replica.state.copier import StateCopier
@@ -120,10 +121,10 @@ class ReplicaGroup:
         for replica in under_way or self.replicas[:1]:  # which raises, where no step runs
             replica.reduce()
 
-    def settle(self) -> None:
-        """Settle all replicas; local."""
+    def settle(self, weights: Weights = Weights.OWN) -> None:
+        """Settle all replicas."""
         for replica in self.replicas:
-            replica.settle()
+            replica.settle(weights)
 
     @property
     def unused(self) -> bool:
@@ -145,15 +146,6 @@ class ReplicaGroup:
         each = zip(self.replicas, copier.pairs(), strict=True)
         bound = [replica.copy_now(own) for replica, own in each]
         return all(bound)
-
-    def synchronize_replicas(self) -> None:
-        """Settle, and make the replicas of all ranks equal; collective."""
-        for replica in self.replicas:
-            replica.synchronize_replicas()
-
-    def merge(self) -> None:
-        """Do as `synchronize_replicas`: each step has merged the replicas."""
-        self.synchronize_replicas()
 
     def drain(self) -> None:
         """Return once the peers have everything that they need from this rank, or after a limit."""

@@ -281,7 +281,8 @@ class Replica:
             CommError: a peer was lost, or didn't answer in time.
         """
         if self._averaged is not None:
-            self.abandon()
+            self._averaged.stepping = False
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
             self._averaged.synchronizer.end(update=True)
             return
         self.stepped = self._number is None
@@ -389,8 +390,11 @@ class Replica:
                     "torch.autograd.grad(…, inputs, create_graph=True) returns."
                 )
 
-    def settle(self) -> None:
-        """Make this rank's parameters and running statistics final; local."""
+    def settle(self, weights: Weights = Weights.OWN) -> None:
+        """Make this rank's parameters and running statistics final; as `Synchronizer.settle`."""
+        if weights is not Weights.OWN:
+            self._bound.synchronizer.settle(weights)
+            return
         if self._hooks is None or self._averaged is not None:  # a worker's own are final
             return
         if self._watch.gap is Gap.UPDATES:
@@ -452,26 +456,6 @@ class Replica:
         copier.end(self._binding.state, in_step=False)
         self._binding.copier = None
         return trained.names == self._binding.trained.names
-
-    def restore_local(self, state: Mapping[str, Any]) -> bool:
-        """Restore this rank's own state, besides model and optimizer, from a snapshot; local.
-
-        Args:
-            state: what `restore_state` returned; empty if the ranks had none.
-
-        Returns:
-            False where the ranks' parts are others now: then all ranks' must be divided anew.
-        """
-        own = self._binding.state
-        return not state if own is None else own.restore_local(state)
-
-    def synchronize_replicas(self) -> None:
-        """Settle, and make the replicas of all ranks equal; collective."""
-        self._bound.synchronizer.settle(Weights.EQUAL)
-
-    def merge(self) -> None:
-        """Settle, and let the weights have all ranks' steps; collective."""
-        self._bound.synchronizer.settle(Weights.MERGED)
 
     def drain(self) -> None:
         """End the exchange, once the peers have all that they need of this rank, or at a limit."""

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
@@ -258,11 +259,12 @@ class Steps:
         """
         assert self._batch is not None
         batch = self._batch
+        number = batch.number
         self._replica.end()
         self._leave_spans()
         if not self._further and self._replica.added_to_kept and self._checkpoints.saving:
             raise ConfigError(
-                f"a backward in step {batch.number} added to gradients of an earlier step, which a "
+                f"a backward in step {number} added to gradients of an earlier step, which a "
                 "resumed run would lack: call optimizer.zero_grad() in each step, accumulate over "
                 "several batches in world.no_sync(), or train without a run folder."
             )
@@ -271,11 +273,11 @@ class Steps:
         if self._further:
             self._continued ^= self._replica.stepped << STEPPED_BITS
             return
-        self._record_step(batch, fields)
+        self._record_step(number, batch, fields)
         self.position.step = batch.step + 1
-        self.position.number = batch.number + 1
-        self.run.membership.poll(batch.number + 1)
-        self._send_summary(batch, sums)
+        self.position.number = number + 1
+        self.run.membership.poll(number + 1)
+        self._send_summary(number, batch, sums)
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -320,10 +322,7 @@ class Steps:
         if self._stop_requested_in is not None:
             self._stop()
         with self.run.recorder.span("settle"):
-            if merge:
-                self._replica.merge()
-            else:
-                self._replica.synchronize_replicas()
+            self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
@@ -484,11 +483,11 @@ class Steps:
         if number >= self._check.due:
             self._snapshots.check_state(number)
 
-    def _record_step(self, batch: BatchSlice, fields: Mapping[str, object]) -> None:
+    def _record_step(self, number: int, batch: BatchSlice, fields: Mapping[str, object]) -> None:
         self.run.recorder.event(
             "step",
             generation=self.generation,
-            step=batch.number,
+            step=number,
             epoch=batch.epoch,
             first=batch.first,
             last=batch.last,
@@ -501,8 +500,7 @@ class Steps:
             **fields,
         )
 
-    def _send_summary(self, batch: BatchSlice, sums: Tensor) -> None:
-        number = batch.number
+    def _send_summary(self, number: int, batch: BatchSlice, sums: Tensor) -> None:
         request = 0
         acknowledged = NONE_ACKNOWLEDGED
         interval = 0

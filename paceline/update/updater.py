@@ -88,7 +88,19 @@ class StepHyperparameters:
         return StepHyperparameters(groups=groups, scaling=scaling)
 
 
-class Updater:
+class _OnEachRank:
+    """What is common to updates by which every rank updates its whole copy of the model."""
+
+    installs_sums = True
+
+    def return_sums(self) -> None:
+        """Do nothing: sums return at once."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+class Updater(_OnEachRank):
     """Updater of all parameters from reduced gradients, bucket by bucket.
 
     Args:
@@ -109,10 +121,11 @@ class Updater:
         """The buckets that must be updated together with `bucket`: itself alone."""
         return self._units[bucket.index]
 
-    def freeze(self, *, deferred: bool = True) -> None:
+    def freeze(self, *, reduced: bool = False, deferred: bool = True) -> Mapping[int, int]:
         """Take the optimizer's present hyperparameters for the updates to come.
 
         Args:
+            reduced: the sums have returned already.
             deferred: a script may write the parameters before their updates.
         """
         if deferred:
@@ -122,6 +135,7 @@ class Updater:
             # One object for all buckets: they are read at
             # one moment, however late a bucket is updated.
             sub_optimizer.freeze(hyperparameters)
+        return {}
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
         """Update a unit's parameters from the means of their gradients, in the unit's order.
@@ -168,7 +182,7 @@ class SparseUpdater(Updater):
             ) from error
 
 
-class OwnStep:
+class OwnStep(_OnEachRank):
     """Updater that leaves all to the optimizer's own `step()`, which the replica calls.
 
     Args:
@@ -182,8 +196,9 @@ class OwnStep:
         """All buckets: they are updated together."""
         return self._buckets
 
-    def freeze(self, *, deferred: bool = True) -> None:
+    def freeze(self, *, reduced: bool, deferred: bool) -> Mapping[int, int]:
         """Do nothing: the step has been made."""
+        return {}
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
         """Do nothing: the step has been made."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import ConfigError, ReplicasDiffer
@@ -55,7 +56,7 @@ ROUNDS: list[dict[str, Any]] = [
 
 def train(worker: Worker, _: Communicator) -> tuple[list[list[str]], State, State]:
     worker.train(range(len(worker.task.cuts)))
-    worker.replica.merge()
+    worker.replica.settle(Weights.MERGED)
     merged = worker.merged()
     return worker.fragments, merged, worker.own()
 
@@ -144,7 +145,7 @@ def test_averaged_momenta_equal_those_of_workers_in_plain_torch(
 def test_a_worker_without_an_update_begins_with_the_others_momenta() -> None:
     def states(worker: Worker, _: Communicator) -> list[Any]:
         worker.train(range(1))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         worker.model.train()
         return [worker.optimizer.state[p] for p in worker.model.parameters()]
 
@@ -363,12 +364,12 @@ def test_a_merge_at_once_after_a_resume_gives_the_same_bits(mix: float | None) -
         worker.train(range(7))  # a merge is under way
         if (found := worker.replica.state()) is not None:
             saved.update(found)
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return state(worker)
 
     def resumed(worker: Worker, _: Communicator) -> State:
         assert worker.replica.restore(saved)
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return state(worker)
 
     average = Average(every=5, delay=4, mix=mix, momenta="average")
@@ -380,7 +381,7 @@ def test_a_merge_at_once_after_a_resume_gives_the_same_bits(mix: float | None) -
 def test_momenta_that_a_merge_resets_are_reset_by_a_merge_at_once() -> None:
     def work(worker: Worker, _: Communicator) -> int:
         worker.train(range(3))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return len(worker.optimizer.state)
 
     assert on_ranks(Task(average=Average(momenta="reset"), cuts=cuts(5, 2)), work) == [0, 0]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import paceline
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.update.outer.average import Average
@@ -65,7 +66,7 @@ def merged_after(task: Task, write: Write = lambda model: None, before: int = 0)
         worker.train(range(before))
         write(worker.model)
         worker.train(range(before, len(task.cuts)))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return worker.merged()
 
     return on_ranks(task, work)
@@ -113,7 +114,7 @@ def test_weights_loaded_in_mid_run_stay_without_a_learning_rate(
         for group in worker.optimizer.param_groups:
             group["lr"] = 0.0
         worker.train(range(5, len(task.cuts)))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return worker.merged()
 
     expected = {n: v.to(dtype) for n, v in OTHER.items() if "running" not in n}
@@ -139,7 +140,7 @@ def test_a_load_of_one_layer_leaves_the_others_to_the_merge(whole: bool) -> None
         load_layer(worker.model)
         shown = worker.merged()
         worker.train(range(4, len(task.cuts)))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return shown, worker.merged()
 
     (one, last), (other, other_last) = on_ranks(task, work)

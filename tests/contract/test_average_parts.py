@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from paceline.algorithms.average_parts import UNMERGED, divide_state, restore_divided
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator
 from paceline.errors import RankStateError
 from paceline.state.state_copy import copy_state
@@ -29,7 +30,7 @@ def divided() -> list[tuple[Divided, State]]:
     def work(worker: Worker, _: Communicator) -> tuple[Divided, State]:
         worker.train(range(STEPS))
         state: Divided = copy_state(divide_state(worker.replica.rounds))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return state, worker.merged()
 
     return on_ranks(task(3), work)
@@ -42,7 +43,7 @@ def merged_by_two(of_three: list[tuple[Divided, State]], *, handed_over: bool) -
         (own, local, shared), _ = of_three[worker.rank]
         parts = [own, of_three[LOST][0][0]] if handed_over and worker.rank else [own]
         restore_divided(worker.replica.rounds, parts, local, shared, communicator)
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return worker.merged()
 
     return on_ranks(task(2), work)

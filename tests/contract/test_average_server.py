@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator
 from paceline.errors import PeerLost
 from paceline.update.outer.average import Average
@@ -33,7 +34,7 @@ ROUNDS: list[dict[str, Any]] = [
 
 def train(worker: Worker, _: Communicator) -> tuple[State, State]:
     worker.train(range(len(worker.task.cuts)))
-    worker.replica.merge()
+    worker.replica.settle(Weights.MERGED)
     return worker.merged(), worker.own()
 
 
@@ -131,7 +132,7 @@ def test_a_resume_may_change_between_workers_and_server(
     def after(worker: Worker, _: Communicator) -> tuple[State, State]:
         assert worker.replica.restore(saved[0])
         worker.train(range(8, 20))
-        worker.replica.merge()
+        worker.replica.settle(Weights.MERGED)
         return worker.merged(), worker.own()
 
     on_ranks(task, before, ServerThread() if served[0] else None)

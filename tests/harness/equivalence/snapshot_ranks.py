@@ -214,7 +214,8 @@ class Rank:
         """Restore a snapshot, and bind a new replica to the restored state."""
         state = restore_state(self.snapshots.state(name), self.objects)
         self.bind()
-        return self.replica.restore_local(state)
+        own = self.replica._binding.state
+        return not state if own is None else own.restore_local(state)
 
     def together(self) -> None:
         """Return once all ranks are here: the first to end would be lost to the rest."""
