@@ -39,11 +39,13 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.static import StaticMembership
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
-from paceline.replica.state.checkpoint import checkpoint_entries
-from paceline.replica.state.copier import PARAMETERS, StateCopier, StateObjects
+from paceline.replica.state_parts import PARAMETERS
+from paceline.snapshots.checkpoint_entries import checkpoint_entries
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.store import Snapshots
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.snapshots import Snapshots
 
 MINUTE = 60  # seconds
 

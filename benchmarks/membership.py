@@ -37,7 +37,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline.models.zoo import build_model
-from paceline.run.backup.snapshot_commits import SnapshotCommits
+from paceline.snapshots.commits import SnapshotCommits
 
 METHODS: dict[str, dict[str, Any]] = {
     "allreduce": {"sync": "allreduce"},

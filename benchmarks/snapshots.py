@@ -45,9 +45,10 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.observe.event_file import find_event_files, read_events
 from paceline.recorder import NullRecorder
-from paceline.replica.state.copier import StateCopier, StateObjects
-from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import Snapshots
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.interval import SnapshotInterval
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.store import Snapshots
 
 METHODS = {
     "allreduce": SyncConfig(sync="allreduce"),

@@ -27,7 +27,7 @@ from paceline.data.drawn_order import DrawnOrder
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
 from paceline.generation.run import Run
-from paceline.run.position import Position
+from paceline.snapshots.position import Position
 
 
 class SamplePosition:

@@ -44,24 +44,24 @@ from paceline.comm.communicator import require_same_call, total
 from paceline.data.drawn_order import DrawnOrder
 from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
 from paceline.generation.run import Run
+from paceline.replica.checksums import code_of
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.replica import Replica
-from paceline.replica.state.checkpoint_restore import restore_checkpoint
-from paceline.replica.state.checksums import code_of
-from paceline.replica.state.copier import StateObjects
-from paceline.run.backup.durable_files import DurableFiles
-from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
-from paceline.run.position import Position
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session import Start
 from paceline.session.connect import begin_votes
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN
+from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.checkpoint_restore import restore_checkpoint
+from paceline.snapshots.durable_files import DurableFiles
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable

@@ -30,9 +30,10 @@ from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.rank_state import gather_parts
+from paceline.replica.copier import Copier
 from paceline.replica.live_hooks import LiveHook, patch
 from paceline.replica.model_list import roots_of
-from paceline.replica.state.copier import LOCAL, RANK, SHARED, StateCopier
+from paceline.replica.state_parts import LOCAL, RANK, SHARED
 from paceline.replica.trained_parameters import Fingerprint, TrainedParameters
 from paceline.state.state_copy import copy_state
 
@@ -93,7 +94,7 @@ class AveragedHooks:
         self.stepping = True
         self.updated = False
 
-    def copy_now(self, copier: StateCopier, *, own: bool) -> None:
+    def copy_now(self, copier: Copier, *, own: bool) -> None:
         """Copy the merged weights, and the optimizer's state; as `Replica.copy_now`."""
         divided = divide_state(self.rounds) if own else None
         self.rounds.settle(Weights.EQUAL)

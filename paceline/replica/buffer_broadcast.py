@@ -34,8 +34,8 @@ from paceline.comm.communicator import (
     shortened,
 )
 from paceline.generation.run import Run
-from paceline.replica.state.checksums import checksum
-from paceline.replica.state.earlier_buffers import computed_buffers
+from paceline.replica.checksums import checksum
+from paceline.replica.earlier_buffers import computed_buffers
 
 _ALIGNMENT = 16  # bytes: of the widest dtype, complex128
 _SMALL = 2**20  # bytes of a buffer that is broadcast whatever the others' sizes are

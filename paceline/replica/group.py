@@ -16,9 +16,9 @@ from torch import nn
 
 from paceline.algorithms.average import Averaging
 from paceline.algorithms.synchronizer import Weights
+from paceline.replica.checksums import Checksums
+from paceline.replica.copier import Copier
 from paceline.replica.replica import Replica
-from paceline.replica.state.checksums import Checksums
-from paceline.replica.state.copier import StateCopier
 
 STEPPED_BITS = 10  # of a summary: for a step, and as many for further blocks of its batch
 
@@ -136,12 +136,12 @@ class ReplicaGroup:
         """As `Replica.unwritten`, of all replicas."""
         return all(replica.unwritten for replica in self.replicas)
 
-    def copy_in_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: Copier) -> None:
         """Let the next step copy the state before it, of all replicas."""
         for replica, own in zip(self.replicas, copier.pairs(), strict=True):
             replica.copy_in_step(own)
 
-    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
+    def copy_now(self, copier: Copier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; as `Replica`."""
         each = zip(self.replicas, copier.pairs(), strict=True)
         bound = [replica.copy_now(own) for replica, own in each]

@@ -32,12 +32,12 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import restore_parts
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
+from paceline.replica.copier import Copier
+from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hook_guard import HookGuard
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
-from paceline.replica.state.copier import StateCopier
-from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.kept_gradients import KeptGradients
 from paceline.update.parameter_watch import Gap, GradientGuard, ParameterWatch
@@ -108,7 +108,7 @@ class ReplicaHooks:
         self.added_to_kept = False
         self._last: tuple[ref[Tensor], int] | None = None  # the first gradient after a step
         self.exchanging = True
-        self.copier: StateCopier | None = None
+        self.copier: Copier | None = None
         self._model = model
         self._running = False
         self._left: set[Bucket] = set()  # those that no module has waited for in this step
@@ -147,7 +147,7 @@ class ReplicaHooks:
 
     def begin_snapshot(
         self,
-        copier: StateCopier,
+        copier: Copier,
         *,
         settled: bool,
         names: Mapping[nn.Parameter, str] | None = None,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.replica.state.checksums import Checksums, checksum, tree_checksum
+from paceline.replica.checksums import Checksums, checksum, tree_checksum
 
 
 class LoadWatch:

@@ -46,13 +46,13 @@ from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import Binding, ExchangePlan, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
+from paceline.replica.checksums import Checksums
+from paceline.replica.copier import Copier
+from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import ReadMap
-from paceline.replica.state.checksums import Checksums
-from paceline.replica.state.copier import StateCopier
-from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import (
     WHOLE,
     Fingerprint,
@@ -126,7 +126,7 @@ class Replica:
         self._has_graphs = False  # a backward has made gradients that can be differentiated
         self._settled = False  # since the last step's end
         self._when_settled: list[tuple[int, int]] = []  # the parameters' versions and addresses
-        self._copier: StateCopier | None = None  # of the next step
+        self._copier: Copier | None = None  # of the next step
         self._earlier = EarlierBuffers(model)
         self._watch = ParameterWatch(
             reduce=self.reduce,
@@ -424,7 +424,7 @@ class Replica:
         """Whether the parameters are as the last step left them, once the replica is settled."""
         return self._settled and self._when_settled == _versions(self._binding.gradients.parameters)
 
-    def copy_in_step(self, copier: StateCopier) -> None:
+    def copy_in_step(self, copier: Copier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
         Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
@@ -436,7 +436,7 @@ class Replica:
         else:
             self._copier = copier
 
-    def copy_now(self, copier: StateCopier, *, own: bool = True) -> bool:
+    def copy_now(self, copier: Copier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.
 
         Args:

@@ -21,7 +21,7 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.errors import many
 from paceline.generation.run import Run
-from paceline.run.position import Position
+from paceline.snapshots.position import Position
 
 _MEASURED = {"cuda": range(8, 16), "cpu": range(20, 32)}  # steps of a generation
 _SWITCH = 14  # batches are begun two steps ahead

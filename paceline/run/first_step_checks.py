@@ -21,9 +21,9 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.errors import Message
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
+from paceline.replica.checksums import name_ranks
 from paceline.replica.input_checksum import InputChecksum
 from paceline.replica.loss_denominator import LossDenominator, LossTotal
-from paceline.replica.state.checksums import name_ranks
 from paceline.replica.target_checksum import TargetChecksum
 
 STEPS = 12  # of a generation, that are checked

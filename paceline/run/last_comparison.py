@@ -28,8 +28,8 @@ from paceline.cluster.membership.generation import Group
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.errors import ReplicasDiffer
-from paceline.replica.state.checksums import Checksums, name_ranks
-from paceline.run.replica_check import replicas_differ
+from paceline.replica.checksums import Checksums, name_ranks
+from paceline.snapshots.replica_check import replicas_differ
 
 _STORE_TIMEOUT_S = 2.0  # of the store's calls together
 _USED = "Ignore this if the script wrote the parameters after the last step, through p.data, say."

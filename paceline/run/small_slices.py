@@ -23,7 +23,7 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError, PacelineError
 from paceline.generation.run import Run
 from paceline.replica.compiled_modules import visible_modules
-from paceline.run.position import Position
+from paceline.snapshots.position import Position
 from paceline.update.batch_norm import SyncBatchNorm
 
 # A class with another forward may accept one value, so it isn't checked.

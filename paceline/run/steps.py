@@ -34,15 +34,15 @@ from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.observe.change_account import ChangeAccount
+from paceline.replica.checksums import ChecksumParts, Checksums
 from paceline.replica.group import STEPPED_BITS, AnyReplica
-from paceline.replica.state.checksums import ChecksumParts, Checksums
-from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.first_step_checks import FirstStepChecks
-from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import Recovery
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.worker_speeds import WorkerSpeeds
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_writer import CheckpointWriter
 
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.

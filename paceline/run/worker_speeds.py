@@ -22,8 +22,8 @@ from paceline.data.shares import divide
 from paceline.errors import Message
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
-from paceline.run.position import Position
 from paceline.run.share_rule import ShareRule, shares_for
+from paceline.snapshots.position import Position
 
 LEAD = 3  # steps from a measured one to the first that may have other shares
 UNTIMED = 3  # steps at the start of a generation, which are slower than others

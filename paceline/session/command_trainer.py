@@ -22,25 +22,25 @@ from paceline.generation.run import Run
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.replica import Replica
-from paceline.replica.state.checkpoint_restore import restore_checkpoint
-from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
-from paceline.run.backup.durable_files import DurableFiles
-from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.batches import Batches
-from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
-from paceline.run.position import Position
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.decoding import Decoding
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN, GivenHyperparameters, edited_flags
 from paceline.session.resume.start import Start
+from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.checkpoint_restore import restore_checkpoint
+from paceline.snapshots.durable_files import DurableFiles
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_epoch

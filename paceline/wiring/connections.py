@@ -9,7 +9,7 @@ import torch
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
 from paceline.generation.context import GenerationContext
-from paceline.replica.state.checksums import name_ranks
+from paceline.replica.checksums import name_ranks
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:

@@ -26,10 +26,10 @@ from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.binder import ExchangePlan, MakeMethod
 from paceline.replica.buffer_broadcast import BufferBroadcast
+from paceline.replica.earlier_buffers import computed_buffers
 from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
-from paceline.replica.state.earlier_buffers import computed_buffers
 from paceline.replica.trained_parameters import (
     TrainedParameters,
     row_sparse_parameters,

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
-from paceline.replica.state.copier import BUFFERS, StateCopier, StateObjects
-from paceline.state.snapshots import Snapshots
+from paceline.replica.state_parts import BUFFERS
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.store import Snapshots
 from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified

@@ -14,11 +14,11 @@ from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import ConfigError, ReplicasDiffer
-from paceline.replica.state.copier import StateObjects
-from paceline.run.checkpoint_schedule import SavePolicy
-from paceline.run.position import Position
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.update.outer.average import Average
 from paceline.update.outer.bmuf import BMUF
 from paceline.update.outer.diloco import DiLoCo

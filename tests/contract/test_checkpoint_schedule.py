@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
-from paceline.run.checkpoint_schedule import Request, SavePolicy
+from paceline.snapshots.schedule import Request, SavePolicy
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from tests.contract.test_steps import Rank, files, until_stopped
 from tests.harness.equivalence.large_batch import convnet

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.replica.state.checkpoint import checkpoint_entries, is_plain
-from paceline.replica.state.copier import StateObjects
+from paceline.snapshots.checkpoint_entries import checkpoint_entries, is_plain
+from paceline.snapshots.objects import StateObjects
 from tests.contract.test_snapshots import CASES, REPLICATED_ONLY, STEP
 from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.snapshot_ranks import TOKEN, Case, Rank, first_difference

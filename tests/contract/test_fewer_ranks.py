@@ -28,8 +28,10 @@ from paceline.errors import CommError
 from paceline.generation.connector import connect
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
-from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.state.snapshots import Snapshots
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.restore import restore_state
+from paceline.snapshots.store import Snapshots
 from paceline.state.state_copy import copy_state
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.case_steps import adam

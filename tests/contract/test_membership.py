@@ -29,8 +29,8 @@ from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.errors import CheckpointError, CommError, CommTimeout, PeerLost
 from paceline.replica.live_hooks import patch
-from paceline.run.backup.durable_files import DurableFiles
-from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.durable_files import DurableFiles
 from paceline.state.checkpoint_writer import Checkpoint
 from tests.harness.equivalence.steps_by_hand import active_step
 from tests.harness.processes.worlds import world_of

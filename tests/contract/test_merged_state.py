@@ -21,7 +21,7 @@ from paceline.errors import RankStateError
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import EncodedBucket, Residuals
-from paceline.replica.state.copier import restore_state
+from paceline.snapshots.restore import restore_state
 from paceline.state.state_copy import copy_state
 from paceline.update.state_watch import plain_state
 from tests.contract.test_lossy_exchange import LENGTHS, maker, sums, true_sum, weight_of

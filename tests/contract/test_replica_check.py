@@ -17,7 +17,7 @@ from paceline.algorithms.notified import make_notified
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, ReplicasDiffer
-from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.snapshots.schedule import SavePolicy
 from paceline.update.state_watch import plain_state
 from tests.contract.test_steps import Rank, until_stopped
 from tests.harness.equivalence.large_batch import convnet

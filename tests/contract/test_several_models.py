@@ -18,11 +18,12 @@ from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
+from paceline.replica.checksums import ChecksumParts
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.grouped_replica import GroupedReplica
-from paceline.replica.state.checksums import ChecksumParts
-from paceline.replica.state.copier import StateCopier, StateObjects
 from paceline.replica.trained_parameters import Scope
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks

@@ -16,8 +16,8 @@ import paceline
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.run.position import Position
 from paceline.run.small_slices import SmallSlices
+from paceline.snapshots.position import Position
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks

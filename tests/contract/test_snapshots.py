@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.sharded import make_sharded
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import ConfigError
-from paceline.replica.state.copier import restore_state
+from paceline.snapshots.restore import restore_state
 from tests.contract.test_equivalence import contributed
 from tests.contract.test_own_steps import Lamb
 from tests.harness.equivalence.case_models import Tied, Unused, WithTemperature, normalised

@@ -16,13 +16,13 @@ from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import CommError, Message
 from paceline.generation.run import Run
-from paceline.replica.state.copier import StateObjects
-from paceline.run.checkpoint_schedule import SavePolicy
-from paceline.run.position import Position
 from paceline.run.recovery.recovery import Successor
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps
-from paceline.state.snapshot_interval import SnapshotInterval
+from paceline.snapshots.interval import SnapshotInterval
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks

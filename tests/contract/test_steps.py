@@ -17,11 +17,11 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError, PeerLost
 from paceline.recorder import MemberRecorder, NullRecorder
-from paceline.replica.state.copier import StateObjects
-from paceline.run.checkpoint_schedule import SavePolicy
-from paceline.run.position import Position
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Steps, Stop
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.schedule import SavePolicy
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.state_copy import copy_state

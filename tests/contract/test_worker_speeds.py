@@ -13,8 +13,8 @@ from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import Message
 from paceline.recorder import NullRecorder
-from paceline.run.position import Position
 from paceline.run.worker_speeds import COMPARED, FIRST, LEAD, UNTIMED, WorkerSpeeds
+from paceline.snapshots.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of
 

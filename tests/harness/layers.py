@@ -21,6 +21,7 @@ LAYERS = (
     "server",
     "trainer",
     "run",
+    "snapshots",
     "replica",
     "algorithms",
     "update",

@@ -9,7 +9,7 @@ import pytest
 from paceline.data.decoding.decode_pool import DecodeDevice
 from paceline.data.order import Order
 from paceline.run.decode_trial import DecodeTrial
-from paceline.run.position import Position
+from paceline.snapshots.position import Position
 from tests.harness.processes.worlds import run_of
 
 ORDER = Order(size=6400, batch_size=64)

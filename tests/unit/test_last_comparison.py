@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from paceline.errors import CommError, ReplicasDiffer
-from paceline.replica.state.checksums import Checksums, code_of
+from paceline.replica.checksums import Checksums, code_of
 from paceline.run import last_comparison
 from paceline.run.last_comparison import LastState, post_and_compare
 from tests.harness.processes.worlds import world_of

@@ -11,8 +11,8 @@ import torch
 from paceline.cluster.membership.backup_holder import missing_parts
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError, CommTimeout, ConfigError
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.backup.part_copies import PartCopies
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.part_copies import PartCopies
 from tests.harness.equivalence.backup_members import BackupMembers
 
 LIMIT = 20.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.state.snapshot_interval import MAX_STEPS, SnapshotInterval
+from paceline.snapshots.interval import MAX_STEPS, SnapshotInterval
 
 
 def measured(*snapshots: tuple[float, float]) -> SnapshotInterval:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.api.argument_names import as_arguments
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.state.snapshots import Snapshots, memory_note
+from paceline.snapshots.store import Snapshots, memory_note
 from paceline.update.state_entries import restore_entries
 
 

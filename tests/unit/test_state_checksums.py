@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.state.checksums import checksums_of, code_of
-from paceline.replica.state.copier import BUFFERS, ENTRIES, GROUPS, OPTIMIZER, PARAMETERS, RANK
+from paceline.replica.checksums import checksums_of, code_of
+from paceline.replica.state_parts import BUFFERS, ENTRIES, GROUPS, OPTIMIZER, PARAMETERS, RANK
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 SIZES = (7, 600_011)  # summed by CRC-32, and by weights

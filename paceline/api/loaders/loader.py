@@ -29,7 +29,7 @@ from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
-from paceline.replica.state.checksums import name_ranks
+from paceline.replica.checksums import name_ranks
 
 
 class Loader(CurrentBatch):

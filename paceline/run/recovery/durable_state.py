@@ -15,7 +15,7 @@ from typing import Protocol
 
 from paceline.cluster.membership.generation import Group
 from paceline.errors import many
-from paceline.run.position import Position
+from paceline.snapshots.position import Position
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ from paceline.errors import CommError, many
 from paceline.generation.run import Run
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import AnyReplica
-from paceline.run.backup.unsummed_values import values_to_send
-from paceline.run.position import Position
 from paceline.run.recovery.durable_state import DurableState, EpochSize, sentence_of
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.snapshots.position import Position
+from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.snapshots.unsummed_values import values_to_send
 
 
 class GenerationSteps(Protocol):

@@ -19,7 +19,6 @@ from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
-from paceline.run.position import Position
 from paceline.run.recovery.durable_state import Restored
 from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
 from paceline.session.resume.edits import GivenHyperparameters
@@ -31,6 +30,7 @@ from paceline.session.resume.machine_folders import (
     record_group,
 )
 from paceline.session.resume.start import Start
+from paceline.snapshots.position import Position
 
 _REMEDY = (
     "Start the same command again: it resumes the run from its newest checkpoint, if there is one."

@@ -29,7 +29,6 @@ from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
 from paceline.replica.averaged_hooks import AVERAGE, WORKERS
 from paceline.replica.replica import Replica
-from paceline.run.position import Position
 from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
 from paceline.session.resume.edits import GIVEN, RESET, GivenHyperparameters, require_options
 from paceline.session.resume.machine_folders import (
@@ -43,6 +42,7 @@ from paceline.session.resume.machine_folders import (
     record_group,
     totals_before,
 )
+from paceline.snapshots.position import Position
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.protocol import Handler
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
-from paceline.run.backup.snapshot_backup import HeldParts, SnapshotBackup
+from paceline.snapshots.backup import HeldParts, SnapshotBackup
 from tests.harness.membership.given_membership import GivenMembership
 
 

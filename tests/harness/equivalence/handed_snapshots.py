@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.replica.state.copier import POSITION, RANK
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.replica.state_parts import POSITION, RANK
+from paceline.snapshots.step_snapshots import StepSnapshots
 
 State = Mapping[str, Mapping[Any, Any]]
 

@@ -35,8 +35,10 @@ from paceline.errors import CommError
 from paceline.generation.connector import connect
 from paceline.generation.run import Run
 from paceline.replica.replica import Replica
-from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.state.snapshots import Snapshots
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.restore import restore_state
+from paceline.snapshots.store import Snapshots
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.equivalence.rank_threads import run_ranks

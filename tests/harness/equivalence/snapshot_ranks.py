@@ -20,8 +20,10 @@ from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.notified import make_notified
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator
-from paceline.replica.state.copier import StateCopier, StateObjects, restore_state
-from paceline.state.snapshots import Snapshots
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.restore import restore_state
+from paceline.snapshots.store import Snapshots
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.update.state_watch import plain_state
 from tests.harness.equivalence.large_batch import made_up_batches, replicate, usual_step

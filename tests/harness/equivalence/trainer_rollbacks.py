@@ -40,9 +40,9 @@ from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
 from paceline.replica.live_hooks import patch
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.step_snapshots import StepSnapshots
 from paceline.session import Start, build_recorder, build_trainer, open_run
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_weights

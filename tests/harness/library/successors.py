@@ -26,9 +26,9 @@ from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError
 from paceline.replica.live_hooks import patch
-from paceline.replica.state.copier import POSITION
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.replica.state_parts import POSITION
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.step_snapshots import StepSnapshots
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.membership.given_membership import GivenMembership
 

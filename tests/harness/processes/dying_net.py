@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paceline.cluster.environment import worker_environment
 from paceline.replica.live_hooks import patch
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.snapshots.step_snapshots import StepSnapshots
 from tests.harness.processes.fault_runs import ObservedNet
 
 

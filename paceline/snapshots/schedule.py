@@ -23,9 +23,9 @@ from paceline.comm.communicator import broadcast_state
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.replica.group import AnyReplica
-from paceline.run.checkpoint_builder import CheckpointBuilder
-from paceline.run.position import Position
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.snapshots.checkpoint_builder import CheckpointBuilder
+from paceline.snapshots.position import Position
+from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 
 _COST = 0.005  # of the time, for gathering

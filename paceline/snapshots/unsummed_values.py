@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, total
-from paceline.run.backup.own_part import OwnPart
+from paceline.snapshots.own_part import OwnPart
 
 
 def values_to_send(

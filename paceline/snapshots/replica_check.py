@@ -23,7 +23,7 @@ from paceline.comm.communicator import gather_bytes, gather_counts, total
 from paceline.errors import ConfigError, ReplicasDiffer, many
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary, all_equal
-from paceline.replica.state.checksums import (
+from paceline.replica.checksums import (
     ChecksumParts,
     Checksums,
     Parts,

@@ -20,8 +20,8 @@ from paceline.cluster.membership.protocol import Membership
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.errors import CommError, CommTimeout, ConfigError
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.backup.part_copies import Bytes, PartCopies, is_of
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.part_copies import Bytes, PartCopies, is_of
 
 _END_LIMIT = 5.0  # seconds that the end waits for a part that is being sent
 _BACKUP = "backup"  # frame of a part for its holder

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.cluster.membership.protocol import Frames
 from paceline.cluster.membership.voting.messages import Held
 from paceline.errors import CheckpointError
-from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.snapshots.backup import SnapshotBackup
 from paceline.state.checkpoint_files import FOLDER
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.file_integrity import contents_id

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import many
 from paceline.reduce.rank_state import OPTIMIZER as SHARDED_OPTIMIZER
-from paceline.replica.state.copier import (
+from paceline.replica.state_parts import (
     BUFFERS,
     ENTRIES,
     GROUPS,

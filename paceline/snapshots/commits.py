@@ -25,10 +25,10 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import total
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
-from paceline.replica.state.copier import POSITION
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.state.snapshots import Snapshots
+from paceline.replica.state_parts import POSITION
+from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.store import Snapshots
 
 
 class SnapshotCommits:

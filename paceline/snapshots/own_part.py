@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from paceline.errors import CommError
-from paceline.replica.state.copier import POSITION, RANK, parts_of
+from paceline.replica.state_parts import POSITION, RANK, parts_of
 from paceline.state.state_bytes import pack_state, unpack_state
 
 

@@ -24,15 +24,18 @@ from paceline.errors import Message, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.recorder import NullRecorder, Recorder
+from paceline.replica.checksums import ChecksumParts, Parts
 from paceline.replica.group import AnyReplica
-from paceline.replica.state.checksums import ChecksumParts, Parts
-from paceline.replica.state.copier import POSITION, StateCopier, StateObjects, restore_state
-from paceline.run.backup.own_part import OwnPart
-from paceline.run.backup.snapshot_backup import SnapshotBackup
-from paceline.run.backup.snapshot_commits import SnapshotCommits
-from paceline.run.replica_check import ReplicaCheck
-from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import Borrowed, Snapshots, memory_note
+from paceline.replica.state_parts import POSITION
+from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.commits import SnapshotCommits
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.interval import SnapshotInterval
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.own_part import OwnPart
+from paceline.snapshots.replica_check import ReplicaCheck
+from paceline.snapshots.restore import restore_state
+from paceline.snapshots.store import Borrowed, Snapshots, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.reduce.rank_state import OPTIMIZER as WHOLE_OPTIMIZER
-from paceline.replica.state.copier import (
+from paceline.replica.state_parts import (
     BUFFERS,
     ENTRIES,
     EXTRA,
@@ -28,9 +28,9 @@ from paceline.replica.state.copier import (
     PARAMETERS,
     SAVED,
     TRACKED,
-    StateObjects,
     parts_of,
 )
+from paceline.snapshots.objects import StateObjects
 
 _Parts = Mapping[str, Mapping[Any, Any]]
 

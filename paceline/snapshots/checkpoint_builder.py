@@ -17,19 +17,21 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.generation.run import Run
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.group import AnyReplica
-from paceline.replica.state.checkpoint import (
+from paceline.replica.state_parts import ENTRIES, POSITION, parts_of
+from paceline.snapshots.checkpoint_entries import (
     checkpoint_entries,
     is_plain,
     snapshot_parameters,
     with_metadata,
 )
-from paceline.replica.state.copier import ENTRIES, POSITION, StateCopier, StateObjects, parts_of
-from paceline.replica.state.entry_names import entry_names
-from paceline.run.position import Position
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.entry_names import entry_names
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.position import Position
+from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.snapshots.store import Borrowed, Snapshots
 from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint
-from paceline.state.snapshots import Borrowed, Snapshots
 from paceline.state.state_copy import copy_state
 
 _TRIES = 10  # each after a newer snapshot was committed

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from paceline.replica.state.copier import StateObjects, reset_stages
+from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.restore import reset_stages
 from paceline.state.state_copy import copy_state
 
 

@@ -1,1 +1,0 @@
-"""State of a replica: copied before a step, summed, and made into the entries of a checkpoint."""
