@@ -32,6 +32,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.rank_state import gather_parts
 from paceline.replica.live_hooks import LiveHook, patch
 from paceline.replica.model_list import roots_of
+from paceline.replica.state.checksums import Parts
 from paceline.replica.state.copier import LOCAL, RANK, SHARED, StateCopier
 from paceline.replica.trained_parameters import Fingerprint, TrainedParameters
 from paceline.state.state_copy import copy_state
@@ -145,7 +146,7 @@ class AveragedHooks:
     def enter(
         self,
         parts: Sequence[Mapping[str, Any]],
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        snapshot: Parts | None,
         communicator: Communicator,
     ) -> bool:
         """Restore a snapshot of `copy_now`, which the model has; as `Replica.enter_generation`.
@@ -154,6 +155,7 @@ class AveragedHooks:
         workers trained since the last merge is taken over by the ranks that have their parts, and
         merged with the rest. A new worker begins with the weights of the last merge.
         """
+        assert snapshot is not None
         local = snapshot[LOCAL]
         shared = snapshot[SHARED]
         return restore_divided(self.rounds, parts, local, shared, communicator)

@@ -33,6 +33,7 @@ from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.load_watch import LoadWatch
 from paceline.replica.read_tracing import ReadMap
+from paceline.replica.state.checksums import Parts
 from paceline.replica.trained_parameters import Fingerprint, Scope, TrainedParameters
 from paceline.update.updater import is_bucketwise
 
@@ -194,15 +195,9 @@ class ReplicaBinder:
             self.hooks = None
 
     def enter(
-        self,
-        parts: Sequence[Mapping[str, Any]] | None,
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        self, parts: Sequence[Mapping[str, Any]] | None, snapshot: Parts | None
     ) -> tuple[Binding, bool]:
         """Bind in the next generation; as `Replica.enter_generation`.
-
-        Args:
-            parts: as of that.
-            snapshot: what `Replica.begin_from` got.
 
         Returns:
             the binding, and whether all of the parts was restored.

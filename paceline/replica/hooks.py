@@ -36,6 +36,7 @@ from paceline.replica.hook_guard import HookGuard
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
+from paceline.replica.state.checksums import Parts
 from paceline.replica.state.copier import StateCopier
 from paceline.replica.state.earlier_buffers import EarlierBuffers
 from paceline.replica.trained_parameters import TrainedParameters
@@ -214,7 +215,7 @@ class ReplicaHooks:
     def enter(
         self,
         parts: Sequence[Mapping[str, Any]],
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        snapshot: Parts | None,
         communicator: Communicator,
     ) -> bool:
         """Restore the parts of a snapshot, which the model has; as `Replica.enter_generation`."""
