@@ -30,6 +30,7 @@ from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.rank_state import gather_parts
+from paceline.replica.checksums import Parts
 from paceline.replica.copier import Copier
 from paceline.replica.live_hooks import LiveHook, patch
 from paceline.replica.model_list import roots_of
@@ -146,7 +147,7 @@ class AveragedHooks:
     def enter(
         self,
         parts: Sequence[Mapping[str, Any]],
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        snapshot: Parts | None,
         communicator: Communicator,
     ) -> bool:
         """Restore a snapshot of `copy_now`, which the model has; as `Replica.enter_generation`.
@@ -155,6 +156,7 @@ class AveragedHooks:
         workers trained since the last merge is taken over by the ranks that have their parts, and
         merged with the rest. A new worker begins with the weights of the last merge.
         """
+        assert snapshot is not None
         local = snapshot[LOCAL]
         shared = snapshot[SHARED]
         return restore_divided(self.rounds, parts, local, shared, communicator)

@@ -29,6 +29,7 @@ from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.averaged_hooks import AveragedHooks
+from paceline.replica.checksums import Parts
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.load_watch import LoadWatch
@@ -194,15 +195,9 @@ class ReplicaBinder:
             self.hooks = None
 
     def enter(
-        self,
-        parts: Sequence[Mapping[str, Any]] | None,
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        self, parts: Sequence[Mapping[str, Any]] | None, snapshot: Parts | None
     ) -> tuple[Binding, bool]:
         """Bind in the next generation; as `Replica.enter_generation`.
-
-        Args:
-            parts: as of that.
-            snapshot: what `Replica.begin_from` got.
 
         Returns:
             the binding, and whether all of the parts was restored.

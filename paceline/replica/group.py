@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.algorithms.average import Averaging
 from paceline.algorithms.synchronizer import Weights
-from paceline.replica.checksums import Checksums
+from paceline.replica.checksums import Checksums, Parts
 from paceline.replica.copier import Copier
 from paceline.replica.replica import Replica
 
@@ -163,15 +163,14 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.follow(scale)
 
-    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Do nothing, as `Replica.begin_from`."""
-
     def leave_generation(self) -> None:
         """Leave the generation with all replicas."""
         for replica in self.replicas:
             replica.leave_generation()
 
-    def enter_generation(self, parts: Sequence[Mapping[str, Any]] | None) -> bool:
+    def enter_generation(
+        self, parts: Sequence[Mapping[str, Any]] | None, snapshot: Parts | None = None
+    ) -> bool:
         """Enter the next generation with all replicas; as `Replica.enter_generation`."""
         whole = [
             replica.enter_generation(

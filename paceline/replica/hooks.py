@@ -31,6 +31,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import restore_parts
 from paceline.replica.buffer_broadcast import BufferBroadcast
+from paceline.replica.checksums import Parts
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.copier import Copier
 from paceline.replica.earlier_buffers import EarlierBuffers
@@ -214,7 +215,7 @@ class ReplicaHooks:
     def enter(
         self,
         parts: Sequence[Mapping[str, Any]],
-        snapshot: Mapping[str, Mapping[Any, Any]],
+        snapshot: Parts | None,
         communicator: Communicator,
     ) -> bool:
         """Restore the parts of a snapshot, which the model has; as `Replica.enter_generation`."""

@@ -46,7 +46,7 @@ from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import Binding, ExchangePlan, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
-from paceline.replica.checksums import Checksums
+from paceline.replica.checksums import Checksums, Parts
 from paceline.replica.copier import Copier
 from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
@@ -136,7 +136,6 @@ class Replica:
         self.loaded: Checksums = {}
         self.rounds: Averaging | None = None
         self._averaged: AveragedHooks | None = None  # the hooks, where gradients are local
-        self._start: Mapping[str, Mapping[Any, Any]] = {}  # the snapshot that was restored
         self._binder = ReplicaBinder(
             *(model, optimizer, run, purpose, first_plan),
             settle=self._settle_for_use,
@@ -483,14 +482,6 @@ class Replica:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
         self._scale = scale
 
-    def begin_from(self, snapshot: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Note a snapshot that model and optimizer have, for `enter_generation`.
-
-        Args:
-            snapshot: its parts, whose memory stays as it is until then.
-        """
-        self._start = snapshot
-
     def leave_generation(self) -> None:
         """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.
 
@@ -506,7 +497,9 @@ class Replica:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
-    def enter_generation(self, parts: Sequence[Mapping[str, Any]] | None) -> bool:
+    def enter_generation(
+        self, parts: Sequence[Mapping[str, Any]] | None, snapshot: Parts | None = None
+    ) -> bool:
         """Enter the next generation, and resume from a snapshot that all its ranks have restored.
 
         Where ranks have other parts of the divided state than before, it is divided anew.
@@ -517,6 +510,7 @@ class Replica:
                 generation. The part of a member that wasn't in the last generation is empty.
                 None: model and optimizer have the whole state of a checkpoint, and `restore` gets
                 the rest.
+            snapshot: all parts of the snapshot, which averaged weights need besides.
 
         Returns:
             False where some of it was dropped: residuals, where no lossy wire is used any more.
@@ -525,9 +519,7 @@ class Replica:
             CommError: a rank was lost, or didn't come in time.
             RankStateError: the parts of all ranks together aren't the whole state.
         """
-        start = self._start
-        self._start = {}
-        self._hooks, whole = self._binder.enter(parts, start)
+        self._hooks, whole = self._binder.enter(parts, snapshot)
         self._buffers.begin_generation()
         if self._averaged is None:
             self._when_settled = _versions(self._binding.gradients.parameters)

@@ -200,6 +200,9 @@ class Steps:
             except CommError as error:
                 self.lose(error)
                 lost = error
+            except BaseException:
+                self.abandon()
+                raise
             self.recovery.go_back(lost)
 
     def take_snapshot(self) -> None:

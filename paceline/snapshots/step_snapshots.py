@@ -284,7 +284,7 @@ class StepSnapshots:
 
     def restore(
         self, name: SnapshotName, *, objects: bool = True
-    ) -> tuple[dict[str, Any], OwnPart]:
+    ) -> tuple[dict[str, Any], OwnPart, Parts]:
         """Restore a snapshot that all ranks of the next generation hold, and drop newer ones.
 
         Older ones stay until the generation commits one of its own.
@@ -294,7 +294,7 @@ class StepSnapshots:
             objects: restore model, optimizer and tracked objects. Otherwise they stay as they are.
 
         Returns:
-            the position that `take` was given, and what this rank alone has of it.
+            the position that `take` was given, what this rank alone has of it, and its parts.
         """
         self._summaries.clear()
         self._between = 0
@@ -306,9 +306,8 @@ class StepSnapshots:
         self._off = False
         if objects:
             restore_state(state, self.objects)
-        self._replica.begin_from(state)
         del position["sent"], position["members"]
-        return position, self.commits.own_part(name)
+        return position, self.commits.own_part(name), state
 
     def begin_anew(self) -> None:
         """Drop all snapshots: the next generation starts from the durable state."""

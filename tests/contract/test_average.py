@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from tests.harness.equivalence.averaging import (
     net,
     on_ranks,
 )
-from tests.harness.equivalence.steps_by_hand import run_step
+from tests.harness.equivalence.steps_by_hand import replica_step, run_step
 from tests.harness.processes.worlds import run_of
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -385,6 +386,22 @@ def test_momenta_that_a_merge_resets_are_reset_by_a_merge_at_once() -> None:
         return len(worker.optimizer.state)
 
     assert on_ranks(Task(average=Average(momenta="reset"), cuts=cuts(5, 2)), work) == [0, 0]
+
+
+def test_after_a_step_that_fails_the_model_may_have_the_merged_weights() -> None:
+    def work(worker: Worker, _: Communicator) -> tuple[State, State]:
+        worker.train(range(4))
+        with suppress(KeyError), replica_step(worker.replica, 4, 1 / 2, 9):
+            worker.task.train(worker.model, worker.optimizer, 4, worker.rank)
+            raise KeyError
+        assert worker.replica.rounds is not None
+        anchors = {n: v.clone() for n, v in worker.replica.rounds.anchors().items()}
+        return worker.merged(), anchors
+
+    for merged, anchors in on_ranks(Task(average=Average(every=3), cuts=cuts(5, 2)), work):
+        assert anchors
+        for name, anchor in anchors.items():
+            assert torch.equal(merged[name].flatten(), anchor)
 
 
 class Remembers(OuterRule):

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import pytest
 import torch
-from paceline.wiring.serve import serve
 from torch.distributed import HashStore
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
@@ -44,6 +43,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.errors import PeerLost
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
+from paceline.server.serve import serve
 from paceline.version import VERSION
 from tests.harness.network.control_lines import Recorder, line_of
 from tests.harness.network.recording_proxy import RecordingProxy

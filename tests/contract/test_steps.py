@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
+from paceline.comm.peer_activities import PeerActivities
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError, PeerLost
@@ -130,6 +132,53 @@ class Looked:
         return [1.0] if self.left >= 0 else []
 
     def receive(self, summary: object) -> None: ...
+
+
+class Entered(Lines, PeerActivities):
+    """Keeps what a step has entered, and not left yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[str] = []
+        self.done: list[bool] = []
+
+    @contextmanager
+    def span(self, name: str, **fields: object) -> Iterator[None]:
+        self.entered.append(name)
+        try:
+            yield
+        finally:
+            self.entered.remove(name)
+
+    def begin_step(self, number: int) -> None:
+        self.entered.append("activity")
+
+    def end_step(self, *, done: bool) -> None:
+        self.entered.remove("activity")
+        self.done.append(done)
+
+
+@pytest.mark.parametrize("in_begin", [True, False])
+def test_a_step_that_an_error_ends_leaves_its_spans_and_its_activity(
+    in_begin: bool, tmp_path: Path
+) -> None:
+    def on_rank(communicator: Communicator) -> tuple[list[str], list[bool]]:
+        rank = Rank(communicator, tmp_path, stop_in={1} if in_begin else set())
+        run = rank.steps.run
+        run.recorder = run.context.activities = seen = Entered()
+        rank.train(0)
+        rank.number = 1
+
+        def train() -> None:
+            rank.steps.begin(rank.place(1))
+            assert {"step", "train", "activity"} <= set(seen.entered)
+            raise KeyError
+
+        with pytest.raises(Stop if in_begin else KeyError):
+            rank.steps.run_generations(train)
+        return seen.entered, seen.done
+
+    assert run_ranks(1, on_rank) == [([], [True, False])]
 
 
 def test_the_first_steps_of_each_generation_are_looked_at(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class Recovery:
 
     def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
         group = successor.group
-        values, own = self._snapshots.restore(start, objects=not unchanged)
+        values, own, snapshot = self._snapshots.restore(start, objects=not unchanged)
         members = {member.id for member in group.generation.members}
         commits = self._snapshots.commits
         lost = [each for each in commits.members(start) if each not in members]
@@ -235,7 +235,7 @@ class Recovery:
         if self._durable is not None:
             self._durable.record(group)
         self._run.enter(group)
-        whole = self._replica.enter_generation([part.state for part in parts])
+        whole = self._replica.enter_generation([part.state for part in parts], snapshot)
         context = self._run.context
         unsummed = values_to_send(parts, commits.totals(start), context.group("all", "steps"))
         for step, sums in unsummed.items():
