@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from paceline.wiring.search import checkpoint_transfer
 
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.observe.csv_log import COLUMNS, Totals
+from paceline.session.resume import checkpoint_transfer
 from paceline.session.resume.start import Start, find_start
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.run_folder import next_generation, record_generation, recorded_lineage
