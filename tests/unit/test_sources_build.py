@@ -16,7 +16,8 @@ from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
-from paceline.session.decoding import Decoding, check
+from paceline.session import check
+from paceline.session.decoding import Decoding
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
 from tests.harness.data.permissions import read_only
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
