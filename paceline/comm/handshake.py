@@ -35,10 +35,8 @@ BEATS = b"B"
 DATA = b"D"
 NO_SESSION = bytes(16)
 MAX_NAME = 254  # bytes
-GREETING_S = 5.0
-"""Seconds that a listener gives a dialer for its whole greeting."""
-
-MAX_UNAUTHENTICATED = 64
+GREETING_S = 5.0  # for a greeting, where the dialer may dial anew
+MAX_UNAUTHENTICATED = 64  # connections to a listener, beyond those that it expects
 _MAGIC = b"pacectl1"
 _HELLO = struct.Struct("!8s1s32s16s255p255p")
 _CHALLENGE = struct.Struct("!32s32s")
@@ -49,6 +47,20 @@ _T = TypeVar("_T")
 
 class GreetingError(Exception):
     """Error: the other end of a connection is not a member, or not the expected one."""
+
+
+class DialError(Exception):
+    """Error: a dialed connection has failed.
+
+    Attributes:
+        peer: the listener's name.
+        reason: `GreetingError`, if the process there is another one; or OSError.
+    """
+
+    def __init__(self, peer: str, reason: Exception) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,65 +261,64 @@ def authenticate(stream: socket.socket, me: Identity, peer: str, deadline: float
         ended = advance(stream, greeting)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Dialer:
-    """Unauthenticated dialer.
-
-    Attributes:
-        greeting: is under way.
-        address: of the dialer.
-        deadline: of the greeting, by the monotonic clock.
-    """
-
-    greeting: Greeting
-    address: str
-    deadline: float
-
-
 class Reception:
-    """Listening socket whose dialers are greeted side by side: none delays another.
+    """Listening socket whose dialers are greeted side by side, and listeners that are dialed.
 
-    A dialer has `GREETING_S` seconds, and `MAX_UNAUTHENTICATED` of them are greeted at once.
+    None delays another. A greeting may take its time, because a process may be busy for longer than
+    any limit here. That few dialers are unauthenticated at once bounds descriptors and memory.
 
     Args:
         server: the listening socket; doesn't block from now on.
         me: this side.
         expects: returns whether a dialer of a name, which has proved it, is wanted.
+        expected: number of dialers that may rightly come at once.
     """
 
-    def __init__(self, server: socket.socket, me: Identity, expects: Callable[[str], bool]) -> None:
+    def __init__(
+        self, server: socket.socket, me: Identity, expects: Callable[[str], bool], expected: int
+    ) -> None:
         self._server = server
         self._me = me
         self._expects = expects
-        self._dialers: dict[socket.socket, _Dialer] = {}  # in order of age
+        self._limit = expected + MAX_UNAUTHENTICATED
+        self._greetings: dict[socket.socket, Greeting] = {}
+        self._dialers: dict[socket.socket, str] = {}  # their addresses, in order of age
         self._selector = selectors.PollSelector()  # has no descriptor that a child could inherit
         self._selector.register(server, selectors.EVENT_READ)
         server.setblocking(False)
 
-    def next(self, deadline: float = inf) -> tuple[str, socket.socket]:
-        """Return the name of the next authenticated dialer, and its connection.
+    def dial(self, stream: socket.socket, peer: str) -> None:
+        """Greet the listener of a connection, from which `next` may return.
 
         Raises:
+            OSError: the connection has failed.
+        """
+        greeting = DialerGreeting(self._me, peer)
+        self._add(stream, greeting)
+        stream.sendall(greeting.hello)  # for which a new connection has room
+
+    def next(self, deadline: float = inf) -> tuple[str, socket.socket]:
+        """Return the name of the next authenticated process, and the connection with it.
+
+        Raises:
+            DialError: a dialed connection has failed.
             TimeoutError: the moment of the deadline, by the monotonic clock, has passed.
             OSError: the listening socket was shut down.
         """
-        while (now := time.monotonic()) < deadline:
-            for late in [one for one, dialer in self._dialers.items() if dialer.deadline <= now]:
-                self._drop(late)
-            moment = min(deadline, *(dialer.deadline for dialer in self._dialers.values()), inf)
-            for key, _ in self._selector.select(None if moment == inf else moment - now):
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(None if left == inf else left):
                 stream = key.fileobj
                 assert isinstance(stream, socket.socket)
                 if stream is self._server:
                     self._accept()
-                elif stream in self._dialers and self._advance(stream):
+                elif stream in self._greetings and self._advance(stream):
                     stream.settimeout(GREETING_S)
-                    return self._forget(stream).greeting.peer, stream
+                    return self._forget(stream).peer, stream
         raise TimeoutError("no authenticated process has connected in time")
 
     def close(self) -> None:
         """Close the connections whose greeting hasn't ended."""
-        for stream in list(self._dialers):
+        for stream in list(self._greetings):
             self._drop(stream)
         self._selector.close()
 
@@ -316,31 +327,35 @@ class Reception:
             stream, address = self._server.accept()
         except (BlockingIOError, ConnectionError):  # the dialer has gone
             return
+        self._add(stream, ListenerGreeting(self._me, lambda one: self._expects(one.peer)))
+        self._dialers[stream] = address[0] if address else ""  # a local socket's has none
+        if len(self._dialers) > self._limit:
+            self._drop(first_to_drop(self._dialers))
+
+    def _add(self, stream: socket.socket, greeting: Greeting) -> None:
         stream.setblocking(False)
-        self._dialers[stream] = _Dialer(
-            greeting=ListenerGreeting(self._me, lambda greeting: self._expects(greeting.peer)),
-            address=address[0] if address else "",  # a local socket's has none
-            deadline=time.monotonic() + GREETING_S,
-        )
+        self._greetings[stream] = greeting
         self._selector.register(stream, selectors.EVENT_READ)
-        if len(self._dialers) > MAX_UNAUTHENTICATED:
-            addresses = {one: dialer.address for one, dialer in self._dialers.items()}
-            self._drop(first_to_drop(addresses))
 
     def _advance(self, stream: socket.socket) -> bool:
         try:
-            return advance(stream, self._dialers[stream].greeting)
-        except (GreetingError, OSError):
-            self._drop(stream)
+            return advance(stream, self._greetings[stream])
+        except (GreetingError, OSError) as error:
+            dialed = stream not in self._dialers
+            greeting = self._drop(stream)
+            if dialed:
+                raise DialError(greeting.peer, error) from error
             return False
 
-    def _drop(self, stream: socket.socket) -> None:
-        self._forget(stream)
+    def _drop(self, stream: socket.socket) -> Greeting:
+        greeting = self._forget(stream)
         stream.close()
+        return greeting
 
-    def _forget(self, stream: socket.socket) -> _Dialer:
+    def _forget(self, stream: socket.socket) -> Greeting:
         self._selector.unregister(stream)
-        return self._dialers.pop(stream)
+        self._dialers.pop(stream, None)
+        return self._greetings.pop(stream)
 
 
 def first_to_drop(addresses: Mapping[_T, str]) -> _T:

@@ -27,7 +27,6 @@ from paceline.cluster.rendezvous.server_registration import (
     give_addresses,
 )
 from paceline.cluster.stores.folder_store import FolderStore
-from paceline.comm import handshake
 from paceline.comm.connection_window import ConnectionWindow, connect_window
 from paceline.comm.handshake import (
     MAX_UNAUTHENTICATED,
@@ -246,9 +245,8 @@ def test_a_greeting_of_another_purpose_token_or_world_size_proves_nothing() -> N
 
 @pytest.mark.parametrize("window", [tcp_window, shm_window])
 def test_silent_dialers_delay_no_rank(
-    window: Callable[..., ConnectionWindow], monkeypatch: pytest.MonkeyPatch
+    window: Callable[..., ConnectionWindow],
 ) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 1000.0)
     at = bootstraps(2)
     address = (HERE,) if window is tcp_window else ()
     with ExitStack() as stack:
@@ -264,8 +262,7 @@ def test_silent_dialers_delay_no_rank(
             stack.callback(opened.close)
 
 
-def test_silent_dialers_delay_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 1000.0)
+def test_silent_dialers_delay_no_probe() -> None:
     with closing(ProbeListener()) as listener, ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(socket.create_connection((HERE, listener.port), LIMIT))
@@ -292,7 +289,7 @@ def dial_b(port: int) -> None:
 def test_a_flood_of_dialers_takes_few_descriptors() -> None:
     with socket.create_server((HERE, 0)) as server, ExitStack() as stack:
         port = server.getsockname()[1]
-        reception = stack.enter_context(closing(Reception(server, B, lambda name: True)))
+        reception = stack.enter_context(closing(Reception(server, B, lambda name: True, 1)))
         before = len(os.listdir("/proc/self/fd"))
         own = 0
 
@@ -309,7 +306,7 @@ def test_a_flood_of_dialers_takes_few_descriptors() -> None:
             dial_b(port)
 
         assert received_by(reception, lambda _: flood(), port) == "a"
-        assert len(os.listdir("/proc/self/fd")) - own - before <= MAX_UNAUTHENTICATED
+        assert len(os.listdir("/proc/self/fd")) - own - before <= 1 + MAX_UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(
@@ -333,7 +330,7 @@ def test_nonsense_ends_its_connection_alone(said: bytes) -> None:
             answers.append(answer_to(port, said))
             dial_b(port)
 
-        with closing(Reception(server, B, lambda name: True)) as reception:
+        with closing(Reception(server, B, lambda name: True, 1)) as reception:
             assert received_by(reception, dial, port) == "a"
         assert len(answers[0]) in (0, 64)  # a challenge at most
 
@@ -348,20 +345,27 @@ def test_a_dialer_that_is_not_expected_is_shown_out() -> None:
 
     with (
         socket.create_server((HERE, 0)) as server,
-        closing(Reception(server, B, lambda name: name != "a")) as reception,
+        closing(Reception(server, B, lambda name: name != "a", 1)) as reception,
     ):
         assert received_by(reception, dial, server.getsockname()[1]) == "the expected one"
 
 
-def test_a_slow_dialer_is_closed_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 0.3)
-
-    def dial(port: int) -> None:
-        assert answer_to(port, DialerGreeting(A, "b").hello[:100]) == b""
-        dial_b(port)
-
-    with (
-        socket.create_server((HERE, 0)) as server,
-        closing(Reception(server, B, lambda name: True)) as reception,
-    ):
-        assert received_by(reception, dial, server.getsockname()[1]) == "a"
+def test_more_ranks_may_dial_at_once_than_strangers() -> None:
+    expected = MAX_UNAUTHENTICATED + 40
+    with socket.create_server((HERE, 0), backlog=expected) as server, ExitStack() as stack:
+        reception = stack.enter_context(closing(Reception(server, B, lambda name: True, expected)))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        deadline = time.monotonic() + LIMIT
+        received = pool.submit(lambda: [reception.next(deadline) for _ in range(expected)])
+        dialed: list[tuple[socket.socket, DialerGreeting]] = []
+        for _ in range(expected):
+            stream = stack.enter_context(socket.create_connection(server.getsockname(), LIMIT))
+            dialed.append((stream, DialerGreeting(A, "b")))
+            stream.sendall(dialed[-1][1].hello)
+        proofs = [one.feed(stream.recv(64, socket.MSG_WAITALL)) for stream, one in dialed]
+        for (stream, _), proof in zip(dialed, proofs, strict=True):
+            stream.sendall(proof)
+            assert stream.recv(1) == WELCOME
+        for name, stream in received.result(LIMIT):
+            assert name == "a"
+            stream.close()

@@ -17,7 +17,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.comm import handshake
 from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.handshake import GreetingError, authenticate
 from paceline.comm.transport import event_loop as loop
@@ -334,10 +333,7 @@ def test_a_rank_that_doesnt_come_is_named() -> None:
         tcp_window(at[0], "127.0.0.1", 64, 1)
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(handshake, "GREETING_S", 1000.0)
+def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit() -> None:
     ours, theirs = bootstraps(2, limit=0.3)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)

@@ -113,10 +113,17 @@ class ProbeListener:
         self.port: int = self._listener.getsockname()[1]
         self._thread: threading.Thread | None = None
 
-    def answer(self, token: str, machine: int) -> None:
-        """Begin to answer as `machine` of the run with this job token."""
+    def answer(self, token: str, machine: int, expected: int = 0) -> None:
+        """Begin to answer as `machine` of the run with this job token.
+
+        Args:
+            token: the run's job token.
+            machine: this machine's number.
+            expected: number of probes that may come at once.
+        """
+        what = (_identity(token, machine), expected)
         self._thread = threading.Thread(
-            target=self._run, args=(_identity(token, machine),), name="probe listener", daemon=True
+            target=self._run, args=what, name="probe listener", daemon=True
         )
         self._thread.start()
 
@@ -127,10 +134,10 @@ class ProbeListener:
             self._thread.join()
         self._listener.close()
 
-    def _run(self, me: Identity) -> None:
+    def _run(self, me: Identity, expected: int) -> None:
         with (
             suppress(OSError),  # the listener is closed
-            closing(Reception(self._listener, me, lambda peer: True)) as reception,
+            closing(Reception(self._listener, me, lambda peer: True, expected)) as reception,
         ):
             while True:
                 _, connection = reception.next()
@@ -208,7 +215,8 @@ def agreed_addresses(
     """
     numbers = range(len(registrations))
     if listener is not None:
-        listener.answer(token, machine)
+        own = registrations[machine].addresses
+        listener.answer(token, machine, (len(registrations) - 1) * len(own))
         others = {
             i: (registrations[i].addresses, registrations[i].port) for i in numbers if i != machine
         }

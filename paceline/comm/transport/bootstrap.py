@@ -1,6 +1,6 @@
 """Bootstrap of connections between ranks, by sockets of any family, with authentication.
 
-    rank r    listens, publishes its address, dials the ranks below r, accepts those above
+    rank r    listens, publishes its address, dials the ranks below r and accepts those above
 
 Each connection begins with the greeting of `comm/handshake.py`, by a secret of the generation's
 token, the purpose and the world size. An unauthenticated peer's connection is closed, and delays no
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from paceline.comm.handshake import GreetingError, Identity, Reception, authenticate, secret_of
-from paceline.errors import CommTimeout, Message, PeerLost
+from paceline.comm.handshake import DialError, GreetingError, Identity, Reception, secret_of
+from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 _LEAST_S = 0.1  # for a connection, even when the others have used up the limit
 
@@ -91,63 +91,49 @@ def connect_all(
         CommTimeout: a rank did not connect in time.
     """
     deadline = time.monotonic() + bootstrap.limit
+    missing = {str(rank): rank for rank in bootstrap.ranks if rank != bootstrap.rank}
+    addresses: dict[int, str] = {}  # of the ranks below
     ends: list[socket.socket | None] = [None] * bootstrap.world_size
+
+    def expects(name: str) -> bool:
+        return missing.get(name, -1) > bootstrap.rank
+
     try:
-        address_of = bootstrap.publish(where)
-        for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
-            ends[peer] = _call(bootstrap, peer, address_of(peer), call, deadline)
-        _accept(bootstrap, server, ends, max(deadline, time.monotonic() + _LEAST_S))
+        with closing(Reception(server, bootstrap.identity, expects, len(missing))) as reception:
+            address_of = bootstrap.publish(where)
+            for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
+                addresses[peer] = address_of(peer)
+                _dial(bootstrap, reception, peer, addresses[peer], call, deadline)
+            latest = max(deadline, time.monotonic() + _LEAST_S)
+            while missing:
+                try:
+                    name, end = reception.next(latest)
+                except TimeoutError as error:
+                    raise _missing(bootstrap, list(missing.values())) from error
+                except DialError as error:
+                    peer = missing[error.peer]
+                    raise _unreached(bootstrap, peer, addresses[peer], error.reason) from error
+                ends[missing.pop(name)] = end
     except BaseException:
-        for end in filter(None, ends):
-            end.close()
+        for opened in filter(None, ends):
+            opened.close()
         raise
     return ends
 
 
-def _call(
+def _dial(
     bootstrap: Bootstrap,
+    reception: Reception,
     peer: int,
     where: str,
     call: Callable[[str, float], socket.socket],
     deadline: float,
-) -> socket.socket:
+) -> None:
     try:
         end = call(where, max(_LEAST_S, deadline - time.monotonic()))
-        try:
-            latest = max(deadline, time.monotonic() + _LEAST_S)
-            authenticate(end, bootstrap.identity, str(peer), latest)
-        except BaseException:
-            end.close()
-            raise
-    except TimeoutError as error:
-        raise _missing(bootstrap, [peer]) from error
+        reception.dial(end, str(peer))
     except OSError as error:
-        raise PeerLost(
-            f"rank {bootstrap.rank} cannot reach rank {peer} at {where}: {error}; check firewalls."
-        ) from error
-    except GreetingError as error:
-        raise PeerLost(
-            f"rank {bootstrap.rank}: the process at {where} is not rank {peer} of this job "
-            "(authentication failed)."
-        ) from error
-    return end
-
-
-def _accept(
-    bootstrap: Bootstrap,
-    server: socket.socket,
-    ends: list[socket.socket | None],
-    deadline: float,
-) -> None:
-    """Accept the ranks above this one, whatever other processes connect meanwhile."""
-    missing = {str(rank): rank for rank in bootstrap.ranks if rank > bootstrap.rank}
-    with closing(Reception(server, bootstrap.identity, missing.__contains__)) as reception:
-        while missing:
-            try:
-                name, end = reception.next(deadline)
-            except TimeoutError as error:
-                raise _missing(bootstrap, list(missing.values())) from error
-            ends[missing.pop(name)] = end
+        raise _unreached(bootstrap, peer, where, error) from error
 
 
 def receive(end: socket.socket, size: int, deadline: float) -> bytes:
@@ -164,6 +150,19 @@ def receive(end: socket.socket, size: int, deadline: float) -> bytes:
             break
         data += chunk
     return data
+
+
+def _unreached(bootstrap: Bootstrap, peer: int, where: str, reason: Exception) -> CommError:
+    """Return the error of a rank that this one has dialed in vain."""
+    rank = bootstrap.rank
+    if isinstance(reason, TimeoutError):
+        return _missing(bootstrap, [peer])
+    if isinstance(reason, GreetingError):
+        return PeerLost(
+            f"rank {rank}: the process at {where} is not rank {peer} of this job (authentication "
+            "failed)."
+        )
+    return PeerLost(f"rank {rank} cannot reach rank {peer} at {where}: {reason}; check firewalls.")
 
 
 def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:

@@ -163,7 +163,7 @@ class PutExchange:
         window = self._window
         ranks = self._ranks
         count = len(self._buckets.first)
-        if self._owner.error is not None or not self._sender.has_all:
+        if self._owner.error is not None or (self._sender.read != self._sender.sent).any():
             return
         last = 4 * count
         limit = self._timeout.later

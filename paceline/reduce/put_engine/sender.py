@@ -42,11 +42,6 @@ class Sender:
         self.sent = np.zeros(len(buckets.rooms), np.int64)
         self.read = np.zeros(len(buckets.rooms), np.int64)
 
-    @property
-    def has_all(self) -> bool:
-        """Whether this rank has read the sums of all that it has sent."""
-        return bool((self.read == self.sent).all())
-
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
     ) -> int:
