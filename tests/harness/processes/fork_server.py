@@ -40,6 +40,7 @@ from typing import Any
 import psutil
 
 from tests.harness.processes import fork_child
+from tests.harness.processes.huge_pages import use_huge_pages
 from tests.harness.processes.python_program import BIN, ROOT, Program
 from tests.harness.processes.python_proxy import NAMESPACES
 
@@ -345,6 +346,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     _Serving(socket.socket(fileno=control), socket.socket(fileno=listener)).serve()
 
 

@@ -5,6 +5,9 @@ Otherwise each fork's collector goes through torch's million objects, and copies
 
 import gc
 
+from tests.harness.processes.huge_pages import use_huge_pages
+
 gc.collect()
 gc.freeze()
 gc.enable()
+use_huge_pages()
