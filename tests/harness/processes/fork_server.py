@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -66,12 +67,15 @@ RealPopen = subprocess.Popen  # where a test replaces it
 class _Popen(subprocess.Popen[Any]):
     """A `Popen` that starts Python programs of this environment in its own way."""
 
+    _passes_descriptors = False
+
     def _execute_child(self, *args: Any) -> None:
         bound = _ARGUMENTS.bind(self, *args)
         arguments = bound.arguments
         environment = os.environ if arguments["env"] is None else arguments["env"]
         argv = arguments["args"]
-        special = arguments["preexec_fn"] or arguments["pass_fds"] or not arguments["close_fds"]
+        passed = arguments["pass_fds"] and not self._passes_descriptors
+        special = arguments["preexec_fn"] or passed or not arguments["close_fds"]
         if isinstance(argv, str) or special:
             super()._execute_child(*args)  # type: ignore[misc]
             return
@@ -125,6 +129,26 @@ class ForkingPopen(_Popen):
     def _proxy_folder(self) -> Path:
         assert _proxies is not None
         return _proxies
+
+
+class ChildPopen(_Popen):
+    """A `Popen` that forks the test's own process, for a program that must be its child."""
+
+    _passes_descriptors = True
+
+    def _start(self, program: Program, arguments: dict[str, Any]) -> int:
+        fork_child.record_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where are threads
+            pid = os.fork()
+        if not pid:
+            atexit._clear()  # what the test's process does at its end
+            files = {number: number for number in arguments["pass_fds"]}
+            fork_child.run_as_new_process(program, arguments, files=files)
+        return pid
+
+    def _proxy_folder(self) -> Path:
+        return server().proxies
 
 
 class ServedPopen(_Popen):
