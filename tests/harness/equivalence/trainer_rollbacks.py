@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -186,12 +187,13 @@ class TrainerRollbacks:
         return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
     def _config(self, data: str) -> TrainConfig:
-        given = ["--train_data", data, "--test_data", data, *FLAGS, *self.flags]
-        given += ["--load_model_path", str(self.folder / "start.pt")]
-        given += ["--batch_size", str(BATCH // len(self.machines))]
-        given += ["--num_shards", str(len(self.machines)), "--run_id", self.folder.name]
-        given += ["--output_dir", str(self.folder.parent), "--master", "127.0.0.1:1"]
-        return parse(TrainConfig, given, prog="paceline train", description="")
+        config = _parsed(tuple(self.flags), len(self.machines)).with_run_id(self.folder.name)
+        return replace(
+            config,
+            data=replace(config.data, train_data=data, test_data=data),
+            model=replace(config.model, load_model_path=str(self.folder / "start.pt")),
+            output=replace(config.output, output_dir=str(self.folder.parent)),
+        )
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
@@ -377,6 +379,15 @@ class TrainerRollbacks:
             start=[0, *self.starts][number],
         )
         return Group.world(generation, numbers.index(c.rank))
+
+
+@cache
+def _parsed(flags: tuple[str, ...], machines: int) -> TrainConfig:
+    """Parse flags, of which dozens of trainings differ in their folders alone."""
+    given = ["--train_data", "data", *FLAGS, *flags]
+    given += ["--batch_size", str(BATCH // machines), "--num_shards", str(machines)]
+    given += ["--master", "127.0.0.1:1", "--run_id", "run"]
+    return parse(TrainConfig, given, prog="paceline train", description="")
 
 
 class Parked(Exception):
