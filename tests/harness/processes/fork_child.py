@@ -63,6 +63,8 @@ def run_as_new_process(
             _enter(descriptor)
         if arguments["start_new_session"]:
             os.setsid()
+        if arguments["process_group"] != -1:
+            os.setpgid(0, arguments["process_group"])
         _reset_signals()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)

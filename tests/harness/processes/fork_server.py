@@ -162,6 +162,7 @@ class ServedPopen(_Popen):
             "cwd": os.fspath(folder),
             "env": arguments["env"],
             "start_new_session": arguments["start_new_session"],
+            "process_group": arguments["process_group"],
         }
         streams = [
             number if arguments[name] == -1 else arguments[name]
