@@ -40,6 +40,7 @@ from typing import Any
 
 import psutil
 
+from tests.harness.compile_kernels import load_all
 from tests.harness.processes import fork_child
 from tests.harness.processes.huge_pages import use_huge_pages
 from tests.harness.processes.python_program import BIN, ROOT, Program
@@ -361,9 +362,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
             import_module(name)
     import torch
 
-    targets = import_module("numba.core.registry").cpu_target
-    for context in (targets.typing_context, targets.target_context):
-        context.refresh()  # numba's types, which each process would load at its first call
+    load_all()
     _read_flags()
     torch.set_num_threads(1)
     fork_child.record_state()
