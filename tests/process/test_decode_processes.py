@@ -40,16 +40,10 @@ from tests.harness.data.loading import (
     photographs,
 )
 from tests.harness.data.record_bytes import encoded_tensorprotos
-from tests.harness.processes.fork_server import ChildPopen, RealPopen
+from tests.harness.processes.fork_server import RealPopen
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 SEED = random.randrange(10**6)  # each run of the suite kills at other moments
-
-
-@pytest.fixture
-def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the pools' servers; those of a real training process import torch themselves."""
-    monkeypatch.setattr(subprocess, "Popen", ChildPopen)
 
 
 class FatalSource(ListSource):
