@@ -60,6 +60,7 @@ FLAGS = (
     *("--augment", "none", "--num_labels", "10", "--num_epochs", str(EPOCHS), "--timeout", "10"),
     *("--base_learning_rate", "0.05", "--decode_workers", "0", "--warmup_epochs", "0"),
 )
+_IMAGES = "those of the run's folder"  # unless other flags name data
 FLOAT32, FLOAT64 = ("--model", f"{__name__}:single"), ("--model", f"{__name__}:double")
 
 
@@ -188,9 +189,10 @@ class TrainerRollbacks:
 
     def _config(self, data: str) -> TrainConfig:
         config = _parsed(tuple(self.flags), len(self.machines)).with_run_id(self.folder.name)
+        if config.data.train_data == _IMAGES:
+            config = replace(config, data=replace(config.data, train_data=data, test_data=data))
         return replace(
             config,
-            data=replace(config.data, train_data=data, test_data=data),
             model=replace(config.model, load_model_path=str(self.folder / "start.pt")),
             output=replace(config.output, output_dir=str(self.folder.parent)),
         )
@@ -384,7 +386,7 @@ class TrainerRollbacks:
 @cache
 def _parsed(flags: tuple[str, ...], machines: int) -> TrainConfig:
     """Parse flags, of which dozens of trainings differ in their folders alone."""
-    given = ["--train_data", "data", *FLAGS, *flags]
+    given = ["--train_data", _IMAGES, "--test_data", _IMAGES, *FLAGS, *flags]
     given += ["--batch_size", str(BATCH // machines), "--num_shards", str(machines)]
     given += ["--master", "127.0.0.1:1", "--run_id", "run"]
     return parse(TrainConfig, given, prog="paceline train", description="")
