@@ -7,6 +7,7 @@ Numba keeps the machine code beside the sources, for all later processes.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "paceline"
@@ -45,6 +46,21 @@ def compile_all() -> None:
     Beats(0.5).close()
     make = KINDS["tcp"](2, 80, 2)
     run_windows(make, 2, lambda window: Traffic(window, [40], 1, 1).run())
+
+
+def load_all() -> None:
+    """Load the compiled kernels, of which each process would load what it calls.
+
+    The first one takes a third of a second, in which numba registers its types.
+    """
+    from numba.core.dispatcher import Dispatcher
+
+    for source in filter(is_compiled, SOURCES):
+        module = import_module(".".join(source.relative_to(PACKAGE.parent).with_suffix("").parts))
+        for kernel in vars(module).values():
+            if isinstance(kernel, Dispatcher):
+                for signature, *_ in list(kernel._cache._cache_file._load_index()):
+                    kernel.compile(signature)
 
 
 def is_compiled(source: Path) -> bool:

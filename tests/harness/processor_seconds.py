@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
 from pathlib import Path
 
@@ -47,13 +47,14 @@ def _of_server(pid: int) -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[None]:
-    """Note the seconds since the report before in each phase's report."""
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note the seconds since the test before in the report of the last phase."""
     global _spent
     report = yield
-    now = _seconds()
-    report.user_properties.append((_KEY, now - _spent))
-    _spent = now
+    if report.when == "teardown":
+        now = _seconds()
+        report.user_properties.append((_KEY, now - _spent))
+        _spent = now
     return report
 
 

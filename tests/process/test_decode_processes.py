@@ -40,7 +40,9 @@ from tests.harness.data.loading import (
     photographs,
 )
 from tests.harness.data.record_bytes import encoded_tensorprotos
+from tests.harness.processes.fork_server import RealPopen
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
 SEED = random.randrange(10**6)  # each run of the suite kills at other moments
 
 
@@ -362,7 +364,7 @@ with loader_of(ListSource(photographs(30)), 4, workers=3) as loader:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_processes_end_with_a_killed_training_process(stopped: bool) -> None:
-    with subprocess.Popen(
+    with RealPopen(
         [sys.executable, "-c", ORPHANED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as training:
         assert training.stdout is not None

@@ -21,7 +21,7 @@ from tests.harness.library.training_loops import (
 from tests.harness.network.ports import free_ports
 from tests.harness.processes.gloo_processes import spawn
 
-WORLDS = (1, 2, 3)
+WORLDS = (1, 3)
 LIMIT = 1e-10
 
 

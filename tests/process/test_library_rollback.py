@@ -19,6 +19,8 @@ from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
 
 SCRIPT = ("-m", "tests.harness.library.rollback_script")
+# Cases of which a member that was away can miss nothing that it doesn't miss in another one.
+LIKE_OTHERS = ("allreduce", "notified", "accumulation", "auto")
 DURABLE = "tests.harness.library.durable_script"
 
 
@@ -42,7 +44,7 @@ def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
 def test_a_loop_continues_with_two_of_three_members_and_with_all_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = (*CASES, *AVERAGES)
+    names = (*(name for name in CASES if name not in LIKE_OTHERS), *AVERAGES)
     ended = run("paceline", *SCRIPT, "3", "runs", *names, folder=tmp_path, ranks=3)
     assert ended.status == 0, ended.text
     for name in names:

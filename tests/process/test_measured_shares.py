@@ -37,10 +37,10 @@ TRAIN = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
     """All cases' models and counts, a rank each."""
-    return spawn(request.param, train_all, free_ports(len(CASES)))
+    return spawn(3, train_all, free_ports(len(CASES)))
 
 
 @pytest.mark.parametrize("name", CASES)

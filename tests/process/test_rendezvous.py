@@ -42,6 +42,13 @@ def rendezvous(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
         yield made
 
 
+@pytest.fixture(params=["redis", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
+    """A store that outlives all machines, and one that machine 0 serves; others differ in less."""
+    with rendezvous_of(request.param, tmp_path) as made:
+        yield made
+
+
 def end(actors: list[Actor], supervisors: list[Supervisor]) -> None:
     for actor in actors:
         actor.send_order("exit 0")
@@ -93,28 +100,26 @@ def test_a_machine_alone_uses_the_rendezvous_too(stage: Stage, folder: StoreSpec
     assert left_behind(folder) == []
 
 
-def test_who_waits_says_for_whom(stage: Stage, rendezvous: StoreSpec) -> None:
-    last = stage.start(plan(rendezvous, 2, 3))
+def test_who_waits_says_for_whom(stage: Stage, store: StoreSpec) -> None:
+    last = stage.start(plan(store, 2, 3))
     assert said(last, "paceline: waiting for machine 0 of 3")
-    first = stage.start(plan(rendezvous, 0, 3))
+    first = stage.start(plan(store, 0, 3))
     assert said(first, "waiting for machine 1 of 3\n")
     assert said(last, "waiting for machine 1 of 3\n")
-    second = stage.start(plan(rendezvous, 1, 3))
+    second = stage.start(plan(store, 1, 3))
     for supervisor in (first, second, last):
         assert said(supervisor, "all 3 machines have joined; rank 0 is on ")
     end(stage.actors(3), [first, second, last])
 
 
-def test_a_machine_that_never_comes_is_named_at_the_limit(
-    stage: Stage, rendezvous: StoreSpec
-) -> None:
-    first = stage.start(plan(rendezvous, 0, 4, first_iter_timeout=2.5))
-    last = stage.start(plan(rendezvous, 2, 4, first_iter_timeout=5.0))
+def test_a_machine_that_never_comes_is_named_at_the_limit(stage: Stage, store: StoreSpec) -> None:
+    first = stage.start(plan(store, 0, 4, first_iter_timeout=2.5))
+    last = stage.start(plan(store, 2, 4, first_iter_timeout=5.0))
     with at_most(12):
         assert first.status() == 1
         assert last.status() == 1
     assert "machines 1, 3 of 4 didn't come within 2.5 s: start them with --run_id r" in first.text
-    assert left_behind(rendezvous) == []
+    assert left_behind(store) == []
 
 
 def test_a_live_run_is_not_disturbed_by_another_of_its_name(
@@ -152,23 +157,19 @@ def test_of_two_that_open_a_run_at_once_one_wins(stage: Stage, folder: StoreSpec
     assert left_behind(folder) == []
 
 
-def test_a_machines_number_that_a_live_one_has_is_refused(
-    stage: Stage, rendezvous: StoreSpec
-) -> None:
-    supervisors = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
+def test_a_machines_number_that_a_live_one_has_is_refused(stage: Stage, store: StoreSpec) -> None:
+    supervisors = [stage.start(plan(store, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
-    another = stage.start(plan(rendezvous, 1))
+    another = stage.start(plan(store, 1))
     with at_most(8):
         assert another.status() == 2
     assert "--shard_id 1 of run 'r' is taken by a live machine" in another.text
     end(actors, supervisors)
 
 
-def test_machines_that_disagree_on_their_number_all_say_so(
-    stage: Stage, rendezvous: StoreSpec
-) -> None:
-    first = stage.start(plan(rendezvous, 0, 2))
-    other = stage.start(plan(rendezvous, 1, 3))
+def test_machines_that_disagree_on_their_number_all_say_so(stage: Stage, store: StoreSpec) -> None:
+    first = stage.start(plan(store, 0, 2))
+    other = stage.start(plan(store, 1, 3))
     assert [first.status(), other.status()] == [2, 2]
     for supervisor in (first, other):
         assert "--num_shards 3 on machine 1, but 2 on machine 0" in supervisor.text
@@ -195,44 +196,44 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) 
 
 
 def test_a_machine_killed_before_all_had_come_can_come_again(
-    stage: Stage, rendezvous: StoreSpec
+    stage: Stage, store: StoreSpec
 ) -> None:
-    leader = stage.start(plan(rendezvous, 0, 3))
-    killed = stage.start(plan(rendezvous, 1, 3))
+    leader = stage.start(plan(store, 0, 3))
+    killed = stage.start(plan(store, 1, 3))
     assert said(killed, "waiting for machine 2 of 3")
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
     assert said(leader, "waiting for machines 1, 2 of 3")
-    again = stage.start(plan(rendezvous, 1, 3))
-    last = stage.start(plan(rendezvous, 2, 3))
+    again = stage.start(plan(store, 1, 3))
+    last = stage.start(plan(store, 2, 3))
     end(stage.actors(3), [leader, again, last])
 
 
 def test_machines_that_wait_find_machine_0_after_it_was_killed_and_came_again(
-    stage: Stage, rendezvous: StoreSpec
+    stage: Stage, store: StoreSpec
 ) -> None:
-    killed = stage.start(plan(rendezvous, 0, 3))
-    follower = stage.start(plan(rendezvous, 1, 3))
+    killed = stage.start(plan(store, 0, 3))
+    follower = stage.start(plan(store, 1, 3))
     assert said(follower, "waiting for machine 2 of 3")
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
-    leader = stage.start(plan(rendezvous, 0, 3))
-    last = stage.start(plan(rendezvous, 2, 3))
+    leader = stage.start(plan(store, 0, 3))
+    last = stage.start(plan(store, 2, 3))
     end(stage.actors(3), [leader, follower, last])
-    assert left_behind(rendezvous) == []
+    assert left_behind(store) == []
 
 
 def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_start(
-    stage: Stage, rendezvous: StoreSpec
+    stage: Stage, store: StoreSpec
 ) -> None:
-    first, killed = (stage.start(plan(rendezvous, machine, timeout=1.0)) for machine in (0, 1))
+    first, killed = (stage.start(plan(store, machine, timeout=1.0)) for machine in (0, 1))
     old = stage.actors(2)
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
-    back = stage.start(plan(rendezvous, 1))
+    back = stage.start(plan(store, 1))
     assert said(back, "waiting for machine 0 of 2")
     end(old[:1], [first])
-    leader = stage.start(plan(rendezvous, 0))
+    leader = stage.start(plan(store, 0))
     new = stage.actors(2)
     assert {actor.environment.start_id for actor in new}.isdisjoint(
         {actor.environment.start_id for actor in old}
@@ -241,11 +242,11 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
 
 
 def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
-    stage: Stage, rendezvous: StoreSpec
+    stage: Stage, store: StoreSpec
 ) -> None:
-    running = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
+    running = [stage.start(plan(store, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
-    other = stage.start(plan(rendezvous, 2, 3))
+    other = stage.start(plan(store, 2, 3))
     assert other.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in other.text
     assert not read_world(actors[0].environment)[1].check(["failure"])
@@ -254,14 +255,14 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
 
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_signal_ends_the_wait_and_leaves_nothing(
-    stage: Stage, rendezvous: StoreSpec, machine: int
+    stage: Stage, store: StoreSpec, machine: int
 ) -> None:
-    supervisor = stage.start(plan(rendezvous, machine))
+    supervisor = stage.start(plan(store, machine))
     assert said(supervisor, "waiting for")
     with at_most(3):
         supervisor.send(signal.SIGINT)
         assert supervisor.status() == 130
-    assert left_behind(rendezvous) == []
+    assert left_behind(store) == []
 
 
 def elsewhere(machines: int) -> RunRecord:

@@ -104,7 +104,7 @@ def dropouts(dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("sync", "kills"), [("allreduce", 10), ("notified", 4), (AVERAGE, 1)])
+@pytest.mark.parametrize(("sync", "kills"), [("allreduce", 5), ("notified", 3), (AVERAGE, 1)])
 def test_kills_at_random_moments_change_no_bit(
     here: Path, dropouts: Mapping[str, Path], sync: str, kills: int
 ) -> None:

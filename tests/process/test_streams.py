@@ -42,18 +42,24 @@ def test_streams_of_other_lengths_train_as_in_plain_torch(
         assert error < 1e-10
 
 
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[int, list[int], float, str]]:
+    """The lines of a run that nobody kills, whose model draws random numbers."""
+    folder = tmp_path_factory.mktemp("noisy")
+    return lines_of(run("paceline", *SCRIPT, "--noisy", folder=folder, ranks=3))
+
+
 @pytest.mark.parametrize("died_before", [9, 11, 12])  # in an epoch of six steps, and at its end
 def test_a_killed_run_reads_its_streams_up_to_the_position(
-    tmp_path: Path, died_before: int
+    tmp_path: Path, noisy: dict[int, tuple[int, list[int], float, str]], died_before: int
 ) -> None:
     words = (*SCRIPT, "run", "--noisy")
     killed = run("paceline", *words, "--die_before", str(died_before), folder=tmp_path, ranks=3)
     assert "was killed by SIGKILL" in killed.text
     resumed = lines_of(run("paceline", *words, folder=tmp_path, ranks=3))
-    whole = lines_of(run("paceline", *SCRIPT, "--noisy", folder=tmp_path, ranks=3))
-    assert len(resumed[0][1]) < len(whole[0][1])
+    assert len(resumed[0][1]) < len(noisy[0][1])
     assert {rank: line[::3] for rank, line in resumed.items()} == {
-        rank: line[::3] for rank, line in whole.items()
+        rank: line[::3] for rank, line in noisy.items()
     }
 
 

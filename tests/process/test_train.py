@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -27,7 +26,7 @@ from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
 from tests.harness.processes.command import LIMIT, Command, all_end, rows_of, run
-from tests.harness.processes.fork_server import RealPopen
+from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.run_folders import event_files, events, wait_until, wait_until_step
 
 SMALL = (
@@ -94,7 +93,7 @@ def test_ctrl_z_stops_the_workers_with_their_supervisor_and_is_no_silence(
     words = train(data, "--num_workers", "2", "--num_epochs", "1000", "--run_id", "r", *limits)
     folder = tmp_path / "runs" / "r"
     # A process group of its own, which a shell could continue: the kernel stops no other.
-    with RealPopen(
+    with ServedPopen(
         [sys.executable, "-m", "paceline.cli.main", *words],
         cwd=tmp_path,
         process_group=0,
@@ -172,15 +171,11 @@ def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
         with etcd_server(folder) as endpoint:
             yield ["--etcd", f"127.0.0.1:{free_port()},{endpoint}"]
     else:
-        with redis_server("pass" if kind == "redis with password" else "") as url:
-            place = urlsplit(url)
-            if place.password:
-                yield ["--redis_url", url]
-            else:
-                yield ["--redis_host", str(place.hostname), "--redis_port", str(place.port)]
+        with redis_server("pass") as url:
+            yield ["--redis_url", url]
 
 
-@pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "etcd", "tcp"])
+@pytest.mark.parametrize("kind", ["folder", "redis", "etcd", "tcp"])
 def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kind: str) -> None:
     with rendezvous_flags(kind, tmp_path) as meet:
         words = train(data, "--num_gpus", "2", "--num_shards", "2", "--run_id", "r", *meet)

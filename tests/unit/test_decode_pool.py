@@ -98,6 +98,7 @@ class FailingSource(ListSource):
         return super().__getitem__(index)
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("error", "told"),

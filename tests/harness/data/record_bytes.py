@@ -80,10 +80,5 @@ def bgr_rows(rgb: Array) -> bytes:
 
 def bgr_planes(rgb: Array) -> Array:
     """Write pixels as Caffe does: the plane of blue, then green, then red."""
-    height, width, _ = rgb.shape
-    planes = np.zeros((3, height, width), np.uint8)
-    for y in range(height):
-        for x in range(width):
-            red, green, blue = rgb[y, x]
-            planes[0, y, x], planes[1, y, x], planes[2, y, x] = blue, green, red
-    return planes
+    red, green, blue = rgb.transpose(2, 0, 1)
+    return np.stack([blue, green, red])

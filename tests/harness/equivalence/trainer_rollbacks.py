@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ FLAGS = (
     *("--augment", "none", "--num_labels", "10", "--num_epochs", str(EPOCHS), "--timeout", "10"),
     *("--base_learning_rate", "0.05", "--decode_workers", "0", "--warmup_epochs", "0"),
 )
+_IMAGES = "those of the run's folder"  # unless other flags name data
 FLOAT32, FLOAT64 = ("--model", f"{__name__}:single"), ("--model", f"{__name__}:double")
 
 
@@ -191,12 +193,14 @@ class TrainerRollbacks:
         return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
     def _config(self, data: str) -> TrainConfig:
-        given = ["--train_data", data, "--test_data", data, *FLAGS, *self.flags]
-        given += ["--load_model_path", str(self.folder / "start.pt")]
-        given += ["--batch_size", str(BATCH // len(self.machines))]
-        given += ["--num_shards", str(len(self.machines)), "--run_id", self.folder.name]
-        given += ["--output_dir", str(self.folder.parent), "--master", "127.0.0.1:1"]
-        return parse(TrainConfig, given, prog="paceline train", description="")
+        config = _parsed(tuple(self.flags), len(self.machines)).with_run_id(self.folder.name)
+        if config.data.train_data == _IMAGES:
+            config = replace(config, data=replace(config.data, train_data=data, test_data=data))
+        return replace(
+            config,
+            model=replace(config.model, load_model_path=str(self.folder / "start.pt")),
+            output=replace(config.output, output_dir=str(self.folder.parent)),
+        )
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
@@ -397,6 +401,15 @@ class TrainerRollbacks:
             start=[0, *self.starts][number],
         )
         return Group.world(generation, numbers.index(c.rank))
+
+
+@cache
+def _parsed(flags: tuple[str, ...], machines: int) -> TrainConfig:
+    """Parse flags, of which dozens of trainings differ in their folders alone."""
+    given = ["--train_data", _IMAGES, "--test_data", _IMAGES, *FLAGS, *flags]
+    given += ["--batch_size", str(BATCH // machines), "--num_shards", str(machines)]
+    given += ["--master", "127.0.0.1:1", "--run_id", "run"]
+    return parse(TrainConfig, given, prog="paceline train", description="")
 
 
 class Parked(Exception):

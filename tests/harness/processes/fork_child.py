@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -26,14 +27,17 @@ STREAMS = ("p2cread", "c2pwrite", "errwrite")  # the child's, as `subprocess.Pop
 
 _modules: set[str] = set()
 _parent_streams: list[Any] = []  # streams that a fork doesn't use and mustn't close
+_parent_finalizers: list[Any] = []  # freeing thousands would copy the pages that they are on
+_last_module = ""
 _torch_state: Any = None
 
 
 def record_state() -> None:
     """Record this process's imports and random state, to which its forks reset theirs."""
-    global _torch_state
+    global _last_module, _torch_state
     _torch_state = sys.modules["torch"].get_rng_state()
     _modules.update(sys.modules)
+    _last_module = next(reversed(sys.modules))
 
 
 def run_as_new_process(
@@ -59,6 +63,8 @@ def run_as_new_process(
             _enter(descriptor)
         if arguments["start_new_session"]:
             os.setsid()
+        if arguments["process_group"] != -1:
+            os.setpgid(0, arguments["process_group"])
         _reset_signals()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
@@ -116,16 +122,23 @@ def _set_streams(streams: Sequence[int], files: Mapping[int, int]) -> None:
 def _reset_state() -> None:
     """Undo what the parent did since `record_state`."""
     gc.freeze()  # what the parent holds isn't this process's to close
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    _parent_finalizers.append(weakref.finalize._registry)  # type: ignore[attr-defined]
+    weakref.finalize._registry = {}  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-    for name in set(sys.modules) - _modules:
+    for name in _new_modules():
         file = getattr(sys.modules[name], "__file__", None) or ""
         if not file.startswith((sys.prefix, sys.base_prefix, str(ROOT / "paceline"))):
             del sys.modules[name]
     random.seed()
     sys.modules["torch"].set_rng_state(_torch_state)
     sys.modules["numpy"].random.seed()
+
+
+def _new_modules() -> list[str]:
+    """List what was imported since `record_state`, touching none of the thousands before that."""
+    last = [*itertools.takewhile(lambda name: name != _last_module, reversed(sys.modules))]
+    return [name for name in last if name not in _modules]
 
 
 def _show_environment(variables: Mapping[str, str]) -> None:

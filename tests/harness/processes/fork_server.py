@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -39,7 +40,9 @@ from typing import Any
 
 import psutil
 
+from tests.harness.compile_kernels import load_all
 from tests.harness.processes import fork_child
+from tests.harness.processes.huge_pages import use_huge_pages
 from tests.harness.processes.python_program import BIN, ROOT, Program
 from tests.harness.processes.python_proxy import NAMESPACES
 
@@ -65,12 +68,15 @@ RealPopen = subprocess.Popen  # where a test replaces it
 class _Popen(subprocess.Popen[Any]):
     """A `Popen` that starts Python programs of this environment in its own way."""
 
+    _passes_descriptors = False
+
     def _execute_child(self, *args: Any) -> None:
         bound = _ARGUMENTS.bind(self, *args)
         arguments = bound.arguments
         environment = os.environ if arguments["env"] is None else arguments["env"]
         argv = arguments["args"]
-        special = arguments["preexec_fn"] or arguments["pass_fds"] or not arguments["close_fds"]
+        passed = arguments["pass_fds"] and not self._passes_descriptors
+        special = arguments["preexec_fn"] or passed or not arguments["close_fds"]
         if isinstance(argv, str) or special:
             super()._execute_child(*args)  # type: ignore[misc]
             return
@@ -126,6 +132,26 @@ class ForkingPopen(_Popen):
         return _proxies
 
 
+class ChildPopen(_Popen):
+    """A `Popen` that forks the test's own process, for a program that must be its child."""
+
+    _passes_descriptors = True
+
+    def _start(self, program: Program, arguments: dict[str, Any]) -> int:
+        fork_child.record_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where are threads
+            pid = os.fork()
+        if not pid:
+            atexit._clear()  # what the test's process does at its end
+            files = {number: number for number in arguments["pass_fds"]}
+            fork_child.run_as_new_process(program, arguments, files=files)
+        return pid
+
+    def _proxy_folder(self) -> Path:
+        return server().proxies
+
+
 class ServedPopen(_Popen):
     """A `Popen` that has the fork server fork: the process is the server's child."""
 
@@ -137,6 +163,7 @@ class ServedPopen(_Popen):
             "cwd": os.fspath(folder),
             "env": arguments["env"],
             "start_new_session": arguments["start_new_session"],
+            "process_group": arguments["process_group"],
         }
         streams = [
             number if arguments[name] == -1 else arguments[name]
@@ -335,9 +362,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
             import_module(name)
     import torch
 
-    targets = import_module("numba.core.registry").cpu_target
-    for context in (targets.typing_context, targets.target_context):
-        context.refresh()  # numba's types, which each process would load at its first call
+    load_all()
     _read_flags()
     torch.set_num_threads(1)
     fork_child.record_state()
@@ -345,6 +370,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     _Serving(socket.socket(fileno=control), socket.socket(fileno=listener)).serve()
 
 

@@ -5,6 +5,11 @@ Otherwise each fork's collector goes through torch's million objects, and copies
 
 import gc
 
+from tests.harness.compile_kernels import load_all
+from tests.harness.processes.huge_pages import use_huge_pages
+
+load_all()
 gc.collect()
 gc.freeze()
 gc.enable()
+use_huge_pages()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,16 @@ def event_files(run: Path, rank: int = 0) -> list[Path]:
     """Return the files of the members that had a rank, in the order of their starts."""
     found = []
     for path in run.glob("events.*.jsonl"):
-        starts = [event for event in complete_lines(path) if event["event"] == "run"]
-        if starts and starts[0]["rank"] == rank:
-            found.append((starts[0]["generation"], path))
+        start = next((event for event in complete_lines(path) if event["event"] == "run"), None)
+        if start and start["rank"] == rank:
+            found.append((start["generation"], path))
     return [path for _, path in sorted(found)]
 
 
-def complete_lines(path: Path) -> list[dict[str, Any]]:
+def complete_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Read a file's complete lines."""
-    text = path.read_text()
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text().splitlines(keepends=True)
+    return (json.loads(line) for line in lines if line.endswith("\n"))
 
 
 def losses(run: Path) -> dict[int, list[float]]:
@@ -109,7 +109,7 @@ def wait_until(condition: Callable[[], bool], limit: float = 60.0) -> None:
     deadline, pause = time.monotonic() + limit, threading.Event()
     while not condition():
         assert time.monotonic() < deadline, f"condition not reached within {limit:g} s"
-        pause.wait(0.005)
+        pause.wait(0.02)
 
 
 def wait_until_step(run: Path, step: int, generation: int, limit: float = 60.0) -> None:

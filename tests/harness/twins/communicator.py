@@ -47,8 +47,10 @@ class ThreadGroup:
     def bring(self, number: int, rank: int, tensor: Tensor) -> None:
         """Add a copy of a rank's tensor to a collective."""
         with self._changed:
-            self._collectives[number].tensors[rank] = tensor.detach().clone()
-            self._changed.notify_all()
+            tensors = self._collectives[number].tensors
+            tensors[rank] = tensor.detach().clone()
+            if len(tensors) == self.world_size:
+                self._changed.notify_all()
 
     def fetch(self, number: int, rank: int, operation: str) -> list[Tensor]:
         """Wait for all ranks' tensors, in rank order.

@@ -37,7 +37,8 @@ class WindowGroup:
     ) -> None:
         self.world_size = world_size
         self.machine = [number for number, ranks in enumerate(machines) for _ in range(ranks)]
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = [threading.Condition(self.lock) for _ in range(world_size)]  # by rank
         self.closed: set[int] = set()
         self.events = [0] * world_size
         self.subscribed = [notifications] * world_size
@@ -75,14 +76,14 @@ class InProcessWindow(BlockingWindow):
     ) -> None:
         """Copy and notify at once."""
         group = self._group
-        with group.changed:
+        with group.lock:
             self._require(peer, f"a put to rank {peer}")
             for data in bytes_of(source):
                 group.memories[peer][offset : offset + data.numel()].copy_(data)
                 offset += data.numel()
             group.values[peer][self.rank, notification] = value
             group.events[peer] += notification < group.subscribed[peer]
-            group.changed.notify_all()
+            group.changed[peer].notify_all()
 
     def subscribe(self, below: int) -> None:
         """Count only notifications below a number as events."""
@@ -90,18 +91,19 @@ class InProcessWindow(BlockingWindow):
 
     def wake(self) -> None:
         """Wake the threads that wait for an event."""
-        with self._group.changed:
+        with self._group.lock:
             self._group.events[self.rank] += 1
-            self._group.changed.notify_all()
+            self._group.changed[self.rank].notify_all()
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Return at once: a put is complete when it returns."""
 
     def close(self) -> None:
         """Close; threads that wait for this rank, or in it, get `PeerLost`."""
-        with self._group.changed:
+        with self._group.lock:
             self._group.closed.add(self.rank)
-            self._group.changed.notify_all()
+            for changed in self._group.changed:
+                changed.notify_all()
 
     interrupt = close
 
@@ -116,5 +118,6 @@ class InProcessWindow(BlockingWindow):
         return PEER_CLOSED if peer in closed else ""
 
     def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
-        with self._group.changed:
-            self._group.changed.wait_for(ready, limit)
+        changed = self._group.changed[self.rank]
+        with changed:
+            changed.wait_for(ready, limit)
