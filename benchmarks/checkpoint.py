@@ -43,7 +43,7 @@ from paceline.replica.state_parts import PARAMETERS
 from paceline.snapshots.checkpoint_entries import checkpoint_entries
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 
@@ -120,7 +120,7 @@ def serve(setting: Saving) -> None:
     def save() -> None:
         replica.settle()
         if setting.rank == 0:
-            snapshots, name = Snapshots(), SnapshotName("benchmark", next(files))
+            snapshots, name = SnapshotStore(), SnapshotName("benchmark", next(files))
             replica.copy_now(StateCopier(snapshots, name, objects, {}))
             state = snapshots.state(name)
             entries = {**checkpoint_entries(state, objects), "position": {}}

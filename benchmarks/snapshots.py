@@ -48,7 +48,7 @@ from paceline.recorder import NullRecorder
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.interval import SnapshotInterval
 from paceline.snapshots.objects import StateObjects
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 
 METHODS = {
     "allreduce": SyncConfig(sync="allreduce"),
@@ -124,7 +124,7 @@ def serve(setting: Setting) -> None:
     """Be a rank: answer the seconds of a step and of its copies, the bytes of these and a model."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    training, snapshots, spans = Training(setting), Snapshots(), SpanSum()
+    training, snapshots, spans = Training(setting), SnapshotStore(), SpanSum()
     (sync,) = setting.rows
     replica = bind(training, setting, meet(setting, "snapshots"), METHODS[sync])
     objects = StateObjects(model=training.model, optimizer=training.optimizer)

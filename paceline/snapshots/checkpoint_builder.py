@@ -29,7 +29,7 @@ from paceline.snapshots.entry_names import entry_names
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.snapshots.store import Borrowed, Snapshots
+from paceline.snapshots.store import Borrowed, SnapshotStore
 from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.state_copy import copy_state
@@ -104,7 +104,7 @@ class CheckpointBuilder:
         Args:
             position: of the run, with all sums.
         """
-        own = Snapshots()
+        own = SnapshotStore()
         name = SnapshotName(f"own/{next(self._numbers)}", position.number)
         copier = StateCopier(
             own, name, self._objects, {**asdict(position), "sent": {}, "members": ()}

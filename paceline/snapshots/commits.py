@@ -28,7 +28,7 @@ from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.replica.state_parts import POSITION
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.own_part import OwnPart
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 
 
 class SnapshotCommits:
@@ -46,7 +46,7 @@ class SnapshotCommits:
     def __init__(
         self,
         run: Run,
-        snapshots: Snapshots,
+        snapshots: SnapshotStore,
         pairs: int,
         backup: SnapshotBackup | None,
         divided: Callable[[], bool],

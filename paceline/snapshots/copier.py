@@ -48,7 +48,7 @@ from paceline.update.state_watch import plain_state
 
 
 class Receiver(Protocol):
-    """Protocol of what receives a state part by part: `Snapshots`, which copy it, say."""
+    """Protocol of what receives a state part by part: `SnapshotStore`, which copies it, say."""
 
     def open(self, name: SnapshotName) -> None:
         """Begin a state."""
@@ -64,7 +64,7 @@ class StateCopier:
     """Copier of the state before one step into a snapshot.
 
     Args:
-        snapshots: receives the values; where they are `Snapshots`, not `full`.
+        snapshots: receives the values; where it is a `SnapshotStore`, not `full`.
         name: of the snapshot.
         objects: the objects whose state is copied.
         position: of the run; plain values by name.

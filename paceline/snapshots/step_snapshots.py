@@ -35,7 +35,7 @@ from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
 from paceline.snapshots.restore import restore_state
-from paceline.snapshots.store import Borrowed, Snapshots, memory_note
+from paceline.snapshots.store import Borrowed, SnapshotStore, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
 
@@ -79,7 +79,7 @@ class StepSnapshots:
         self.objects = objects
         self._limit_mb = limit_mb
         self._report = report
-        self._snapshots = Snapshots()
+        self._snapshots = SnapshotStore()
         self._interval = SnapshotInterval(interval)
         self.enabled = enabled
         self._off = False

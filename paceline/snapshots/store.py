@@ -65,7 +65,7 @@ class _Snapshot:
     nbytes: int = 0
 
 
-class Snapshots:
+class SnapshotStore:
     """In-memory snapshots of this rank, oldest first; used by one thread, but for `borrow`."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ def memory_note(required: int, limit_mb: float) -> Message | None:
     """Return why snapshots are switched off; None if they aren't.
 
     Args:
-        required: `Snapshots.nbytes_required`.
+        required: `SnapshotStore.nbytes_required`.
         limit_mb: the limit of their memory in MiB; 0: no limit.
     """
     if not limit_mb or required <= limit_mb * 2**20:

@@ -16,7 +16,7 @@ from paceline.comm.communicator import Communicator
 from paceline.replica.state_parts import BUFFERS
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
@@ -108,7 +108,7 @@ def test_a_snapshot_has_the_buffers_from_before_the_first_batch(moment: str) -> 
     model = normalised()
 
     def work(c: Communicator) -> tuple[dict[str, Tensor], ...]:
-        bench, snapshots, name = Bench.of(c, model), Snapshots(), SnapshotName("token", 1)
+        bench, snapshots, name = Bench.of(c, model), SnapshotStore(), SnapshotName("token", 1)
         objects = StateObjects(model=bench.model, optimizer=bench.optimizer)
         accumulate(bench, 0, inside=False)
         bench.replica.settle()

@@ -31,7 +31,7 @@ from paceline.replica.replica import Replica
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.restore import restore_state
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 from paceline.state.state_copy import copy_state
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.case_steps import adam
@@ -84,7 +84,7 @@ class Member:
         self.model = copy.deepcopy(training.model)
         self.optimizer = training.make_optimizer(self.model)
         schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, training.gamma)
-        self.schedule, self.snapshots, self.step = schedule, Snapshots(), 0
+        self.schedule, self.snapshots, self.step = schedule, SnapshotStore(), 0
         tracked = {"schedule": schedule}
         self.objects = StateObjects(model=self.model, optimizer=self.optimizer, tracked=tracked)
 
@@ -103,7 +103,7 @@ class Member:
 
     def come_back(self, other: Member, name: SnapshotName) -> None:
         """Take what all members have alike from a copy of another one's snapshot."""
-        self.snapshots = Snapshots()
+        self.snapshots = SnapshotStore()
         self._restore(copy_state(other.snapshots.state(name)))
 
     def _restore(self, state: Mapping[str, Mapping[Any, Any]]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.api.argument_names import as_arguments
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.snapshots.store import Snapshots, memory_note
+from paceline.snapshots.store import SnapshotStore, memory_note
 from paceline.update.state_entries import restore_entries
 
 
@@ -18,7 +18,7 @@ def name(step: int, token: str = "a") -> SnapshotName:
     return SnapshotName(token, step)
 
 
-def held(snapshots: Snapshots, step: int, value: float = 0.0, token: str = "a") -> SnapshotName:
+def held(snapshots: SnapshotStore, step: int, value: float = 0.0, token: str = "a") -> SnapshotName:
     """Hold a snapshot of one tensor of 400 bytes."""
     own = name(step, token)
     snapshots.open(own)
@@ -27,13 +27,13 @@ def held(snapshots: Snapshots, step: int, value: float = 0.0, token: str = "a") 
     return own
 
 
-def weight(snapshots: Snapshots, of: SnapshotName) -> Tensor:
+def weight(snapshots: SnapshotStore, of: SnapshotName) -> Tensor:
     found: Tensor = snapshots.state(of)["model"]["weight"]
     return found
 
 
 def test_a_snapshot_is_held_when_it_is_closed_and_committed_when_all_hold_it() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     snapshots.open(name(1))
     assert snapshots.held == ()
     with pytest.raises(KeyError):
@@ -45,7 +45,7 @@ def test_a_snapshot_is_held_when_it_is_closed_and_committed_when_all_hold_it() -
 
 
 def test_parts_come_one_by_one_and_are_copies() -> None:
-    snapshots, source = Snapshots(), torch.ones(3)
+    snapshots, source = SnapshotStore(), torch.ones(3)
     snapshots.open(name(1))
     snapshots.add(name(1), {"model": {"a": source}})
     snapshots.add(name(1), {"model": {"b": [source, 2], "c": None}})
@@ -60,14 +60,14 @@ def test_parts_come_one_by_one_and_are_copies() -> None:
 
 
 def test_a_name_is_a_token_and_a_step() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     old, new = held(snapshots, 1, 1.0), held(snapshots, 1, 2.0, token="b")
     assert snapshots.held == (old, new)
     assert (weight(snapshots, old)[0], weight(snapshots, new)[0]) == (1, 2)
 
 
 def test_the_newest_committed_stays_while_newer_ones_are_not_committed() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     second = held(snapshots, 2, 2.0)
@@ -83,7 +83,7 @@ def test_the_newest_committed_stays_while_newer_ones_are_not_committed() -> None
 
 
 def test_two_that_are_not_committed_stay_until_the_newer_is() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first, second = held(snapshots, 1), held(snapshots, 2)
     assert snapshots.full
     snapshots.commit(first)
@@ -93,7 +93,7 @@ def test_two_that_are_not_committed_stay_until_the_newer_is() -> None:
 
 
 def test_a_late_message_about_a_superseded_one_is_ignored() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first, second = held(snapshots, 1), held(snapshots, 2)
     snapshots.commit(second)
     snapshots.commit(first)
@@ -101,7 +101,7 @@ def test_a_late_message_about_a_superseded_one_is_ignored() -> None:
 
 
 def test_an_older_one_is_committed_while_a_newer_one_is_open() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     superseded = held(snapshots, 1, 1.0)
     older = held(snapshots, 2, 2.0)
     snapshots.commit(older)  # so that the next one uses the memory of the first
@@ -118,7 +118,7 @@ def test_an_older_one_is_committed_while_a_newer_one_is_open() -> None:
 
 
 def test_one_that_is_held_is_committed_while_a_newer_one_is_open() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     older = held(snapshots, 1, 1.0)
     snapshots.open(name(2))
     assert snapshots.newest_committed is None
@@ -131,7 +131,7 @@ def test_one_that_is_held_is_committed_while_a_newer_one_is_open() -> None:
 
 
 def test_the_commit_of_an_unknown_name_changes_nothing() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     own = held(snapshots, 1)
     for unknown in (name(0), name(2), name(1, token="b")):
         snapshots.commit(unknown)
@@ -139,7 +139,7 @@ def test_the_commit_of_an_unknown_name_changes_nothing() -> None:
 
 
 def test_with_late_commits_some_steps_are_skipped_and_no_memory_is_added() -> None:
-    snapshots, taken = Snapshots(), []
+    snapshots, taken = SnapshotStore(), []
     for step in range(9):
         if step >= 2 and step - 2 in taken:
             snapshots.commit(name(step - 2))
@@ -151,7 +151,7 @@ def test_with_late_commits_some_steps_are_skipped_and_no_memory_is_added() -> No
 
 
 def test_one_that_is_open_cannot_be_committed() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     snapshots.open(name(1))
     with pytest.raises(AssertionError, match="is open"):
         snapshots.commit(name(1))
@@ -159,7 +159,7 @@ def test_one_that_is_open_cannot_be_committed() -> None:
 
 @pytest.mark.parametrize("by", ["give_up", "open"])
 def test_an_open_one_that_is_given_up_leaves_no_trace(by: str) -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     snapshots.open(name(2))
@@ -175,7 +175,7 @@ def test_an_open_one_that_is_given_up_leaves_no_trace(by: str) -> None:
 
 
 def test_the_memory_of_a_superseded_one_is_used_for_the_next() -> None:
-    snapshots, places = Snapshots(), []
+    snapshots, places = SnapshotStore(), []
     for step in range(6):
         own = held(snapshots, step, float(step))
         assert weight(snapshots, own)[0] == step
@@ -187,7 +187,7 @@ def test_the_memory_of_a_superseded_one_is_used_for_the_next() -> None:
 
 
 def test_memory_that_is_used_again_is_counted_once() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     for step in range(2):
         snapshots.commit(held(snapshots, step))
     snapshots.open(name(2))
@@ -196,7 +196,7 @@ def test_memory_that_is_used_again_is_counted_once() -> None:
 
 
 def test_memory_for_which_there_is_no_use_is_freed() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     for step in range(2):
         snapshots.commit(held(snapshots, step))
     snapshots.open(name(2))
@@ -207,7 +207,7 @@ def test_memory_for_which_there_is_no_use_is_freed() -> None:
 
 
 def test_a_generation_drops_what_lies_beyond_its_start() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     held(snapshots, 2)
@@ -219,7 +219,7 @@ def test_a_generation_drops_what_lies_beyond_its_start() -> None:
 
 
 def test_what_lies_beyond_a_start_is_dropped_be_it_held_or_open() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 1, 1.0)
     snapshots.start_from(first)
     assert snapshots.held == (first,)
@@ -235,7 +235,7 @@ def test_what_lies_beyond_a_start_is_dropped_be_it_held_or_open() -> None:
 
 
 def test_what_is_older_than_an_uncommitted_start_stays_until_the_next_commit() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     start = held(snapshots, 2, 2.0)
@@ -258,7 +258,7 @@ def test_what_is_older_than_an_uncommitted_start_stays_until_the_next_commit() -
 
 
 def test_the_memory_that_two_need_is_known_from_the_first() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     assert snapshots.nbytes_required == 0
     snapshots.open(name(0))
     snapshots.add(name(0), {"model": {"weight": torch.zeros(2**18)}})
@@ -311,7 +311,7 @@ def test_an_entry_that_was_sparse_or_dense_is_so_again(sparse_first: bool) -> No
 
 def test_the_memory_of_a_sparse_entry_counts() -> None:
     momentum = torch.tensor([[0.0, 0.0], [1.0, 2.0]]).to_sparse(1)
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     snapshots.open(name := SnapshotName("token", 0))
     snapshots.add(name, {"optimizer": {"momentum": momentum}})
     snapshots.hold(name)
@@ -331,7 +331,7 @@ def test_missing_tensors_are_made_where_torch_makes_them(group: Any, device: str
 
 
 def test_what_is_lent_is_the_newest_committed_one_and_stays_as_it_is() -> None:
-    snapshots = Snapshots()
+    snapshots = SnapshotStore()
     first = held(snapshots, 0, 0.0)
     assert snapshots.borrow() is None
     snapshots.commit(first)

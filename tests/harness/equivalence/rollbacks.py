@@ -38,7 +38,7 @@ from paceline.replica.replica import Replica
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.restore import restore_state
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.memory_growth import Usage
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -104,7 +104,7 @@ class Rollbacks:
         return run_ranks(sum(self.machines), self._train)
 
     def _train(self, c: Communicator) -> dict[str, Tensor]:
-        model, snapshots = copy.deepcopy(self._model), Snapshots()
+        model, snapshots = copy.deepcopy(self._model), SnapshotStore()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         objects = StateObjects(model=model, optimizer=optimizer, tracked={"schedule": schedule})
@@ -143,7 +143,7 @@ class Rollbacks:
         run: Run,
         replica: Replica,
         objects: StateObjects,
-        snapshots: Snapshots,
+        snapshots: SnapshotStore,
         first: int,
         moment: tuple[int, str] | None,
     ) -> None:
@@ -193,7 +193,7 @@ class Rollbacks:
         return sorted(set.intersection(*held), key=lambda name: name.step)
 
     def _go_back(
-        self, c: Communicator, number: int, snapshots: Snapshots, objects: StateObjects
+        self, c: Communicator, number: int, snapshots: SnapshotStore, objects: StateObjects
     ) -> tuple[int, Mapping[Any, Any]]:
         """Restore the newest snapshot that all ranks hold; return its step, and the local state."""
         self._held[c.rank] = snapshots.held

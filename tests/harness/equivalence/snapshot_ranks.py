@@ -23,7 +23,7 @@ from paceline.comm.communicator import Communicator
 from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.restore import restore_state
-from paceline.snapshots.store import Snapshots
+from paceline.snapshots.store import SnapshotStore
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.update.state_watch import plain_state
 from tests.harness.equivalence.large_batch import made_up_batches, replicate, usual_step
@@ -138,7 +138,7 @@ class Rank:
     communicator: Communicator
     kind: Any
     layers: Communicator
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    snapshots: SnapshotStore = field(default_factory=SnapshotStore)
 
     def __post_init__(self) -> None:
         self.share = BatchShare()
