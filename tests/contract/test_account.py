@@ -51,7 +51,7 @@ class Scales(InProcessWindow):
         self._weighed = weighed
 
     def put(self, peer: int, offset: int, source: Source, *note: Any) -> None:
-        with self._group.changed:
+        with self._group.lock:
             self._weighed[self.rank, peer] += sum(part.numel() for part in bytes_of(source))
         super().put(peer, offset, source, *note)
 
