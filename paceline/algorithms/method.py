@@ -1,4 +1,4 @@
-"""What a method makes of a model's buckets: a synchronizer, and what is known of it."""
+"""Method: a model's synchronizer in one generation, with its gradients, rank state and rounds."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class GreetingError(Exception):
-    """Error: the other end of a connection is not a member, or not the expected one."""
+    """Error: a greeting failed: another secret, an unexpected process, or a connection's end."""
 
 
 class DialError(Exception):

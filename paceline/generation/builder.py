@@ -1,4 +1,4 @@
-"""Builder: what each generation of a run is made of, whichever ranks it has."""
+"""Builder: the mesh of each generation, and the communicator groups that it opens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes that own what they compute no gradients for, such as the averaging server."""
+"""Servers: processes that own shards and compute no gradients, such as the averaging server."""

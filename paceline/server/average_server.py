@@ -1,4 +1,4 @@
-"""The workers' way to an averaging server: find it, invite it, and open the window with it."""
+"""Client of an averaging server: finds it, invites it, and makes the link for its window."""
 
 from __future__ import annotations
 

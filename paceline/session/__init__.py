@@ -1,4 +1,4 @@
-"""The way of the command and of the library into a run, through it and out of it."""
+"""Session: opens, resumes and records a run, for the command and for the library."""
 
 from paceline.session.checks import check
 from paceline.session.command_trainer import build_trainer

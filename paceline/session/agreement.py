@@ -1,4 +1,4 @@
-"""Preflight of `paceline train`: what the ranks compare before they connect."""
+"""Preflight of `paceline train`: what the ranks compare before anything of a model travels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies the state before one step, each part at its own moment, and restores it in place.
+"""Copies the state before one step, each part at its own moment.
 
 The state before step t has the updates of the t steps before it. Nothing is settled for the copy:
 each part is copied between its versions t and t + 1.
@@ -8,9 +8,6 @@ each part is copied between its versions t and t + 1.
     end          the buckets that nothing has read; the rank's own state (shards, residuals)
 
 The state is keyed by the parameters' names, because buckets may be others when it is restored.
-
-Of several models and optimizers, a snapshot has the parts of the first pair by their own names, and
-those of pair k by "parameters k", "buffers k", …; the position is the first one's.
 """
 
 from __future__ import annotations

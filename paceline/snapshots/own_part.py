@@ -1,4 +1,4 @@
-"""Own part of a snapshot: what one rank alone has of it, and all ranks' parts together make up."""
+"""Own part of a snapshot: what one rank alone has (shards, residuals, unsummed values)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of steps before a snapshot that weren't summed when it was taken, in a new generation.
+"""Sums of the last steps before a snapshot, which are sent again in the next generation.
 
 The ranks send their own values once more, and those of lost members of which they have copies. Some
 ranks may have received the sums already; then the first of these sends them for all:

@@ -408,7 +408,7 @@ def _is_plain(device: str) -> bool:
 def _unhooked_step(optimizer: Optimizer) -> None:
     """Update without the hooks of every optimizer's step, which are for the user's optimizers."""
     step = type(optimizer).step
-    # A hook of the user's would else run once for each bucket.
+    # Otherwise it would run once a bucket.
     if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)

@@ -1,4 +1,4 @@
-"""Protocol of a membership: what a run asks of it, whether a lost process ends the run or not.
+"""Protocol of membership: which process may write, and the next generation after a loss.
 
 StaticMembership     another launcher ends all processes with the first
 ElasticMembership    the others vote on the next generation, and continue

@@ -4,9 +4,9 @@
                                     │                   └▶ next_generation() returns
                                     └▶ the present generation's waits are interrupted
 
-All of it happens on the control line's thread, except for the calls of the training thread:
-`next_generation`, `acknowledge` and `report_progress`. That thread leaves its generation at its
-next communication, which the interrupt ends with an error.
+All of it happens on the control line's thread, except for the calls of the training thread and of
+others: the first section. The training thread leaves its generation at its next communication,
+which the interrupt ends with an error.
 """
 
 from __future__ import annotations

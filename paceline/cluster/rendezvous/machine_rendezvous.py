@@ -143,8 +143,8 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         if found is not None:
             last = rendezvous.subspace(RunRecord.from_text(found).generation)
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
-                # The last start still says that the run is finished.
-                return  # it was left for a machine that was killed
+                # The run has finished; its server was left for a machine that was killed.
+                return
         registration = registration_of(plan, listener)
         start_id = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(

@@ -62,8 +62,6 @@ class Lock:
     """
 
     def __init__(self) -> None:
-        # A thread that waited for the mutex would hold the interpreter's lock, without which its
-        # holder, another thread of Python, can't go on: so Python's threads take turns here first.
         self._turn = threading.Lock()
         self._memory = np.zeros(_MUTEX_WORDS, np.int64)
         self.address = self._memory.ctypes.data

@@ -1,4 +1,4 @@
-"""Owner: the other side of the reduce-scatter than the sender's, and what begins the all-gather.
+"""Owner: reduces the contributions to this rank's shards in a thread, and puts the sums back.
 
 Each bucket passes these stages, and the thread counts how many versions have passed each:
 
@@ -42,7 +42,9 @@ _ALL = np.iinfo(np.int64).max  # versions
 
 
 class Owner:
-    """Owner of shards: sums the contributions to this rank's shard of each bucket, in rank order.
+    """Owner of shards: sums the contributions to this rank's shard of each bucket.
+
+    They are added in rank order inside a group, then in the groups' order.
 
     Args:
         window: this rank's window.

@@ -23,7 +23,7 @@ from paceline.reduce.put_engine.layout import CONTRIBUTION
 
 
 class Sender:
-    """Sender of one rank's contributions. But for `put_shards`, the caller's thread calls it.
+    """Sender of one rank's contributions; the owner's thread calls `put_shards`, too.
 
     Args:
         window: this rank's window.

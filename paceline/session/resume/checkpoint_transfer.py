@@ -1,4 +1,4 @@
-"""Transfer of a checkpoint at a start: to the ranks whose machine lacks the file, in pieces.
+"""Transfer of a checkpoint: to the ranks whose machine lacks the file, in pieces.
 
 rank     0         1         2
 reads    -         the file  the file

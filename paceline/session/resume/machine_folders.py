@@ -1,4 +1,4 @@
-"""What the run folders of all machines have, gathered at a start.
+"""What the run folders of all machines have, gathered on all ranks.
 
     machine 0    step 8              ┐
     machine 1    step 8, step 12     ├ the same records on all ranks: step 12, of machine 1
