@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
@@ -56,6 +56,7 @@ class ExchangeGroups:
 
     Attributes:
         run: as given.
+        model: as given.
         steps: purpose of the group for what the host knows.
         gradients: purpose of the group for collectives where the model is; `steps` where a method
             has none.
@@ -69,6 +70,7 @@ class ExchangeGroups:
         refuse_shared_gpu(run.context.sharing, sync)
         number = "" if index is None else f"/{index}"
         self.run = run
+        self.model = model
         self._sync = sync
         self._machine = f"gradients{number}"
         self.steps = f"steps{number}"
@@ -124,8 +126,6 @@ def _notified(
     statistics: RunningStatistics,
     config: SyncConfig,
     groups: ExchangeGroups,
-    *,
-    tables: frozenset[Tensor],
 ) -> GradientSynchronizer:
     run = groups.run
     context = run.context
@@ -148,7 +148,7 @@ def _notified(
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
         machine=machine,
         rows=groups.rows,
-        tables=tables,
+        tables=table_parameters(groups.model),
         bucket_mb=config.bucket_bytes / 2**20,
     )
     if config.update == "sharded":
@@ -163,17 +163,16 @@ def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
 
 
 # What makes a synchronizer of a model's buckets, by the names of `config.world.METHODS`.
-SYNCHRONIZERS: dict[str, Callable[[nn.Module], _MakeSynchronizer]] = {
-    "allreduce": lambda _: _allreduce,
-    "notified": lambda model: partial(_notified, tables=table_parameters(model)),
-}
+SYNCHRONIZERS: dict[str, _MakeSynchronizer] = {"allreduce": _allreduce, "notified": _notified}
 
 
 def _method(buckets: Sequence[Bucket], config: SyncConfig, run: Run) -> str:
-    """Return the method: `config.sync`, but where there are tables alone, which no put carries.
+    """Return the method: `config.sync`, but `allreduce` for `notified` without anything to put.
 
-    It is `allreduce`, too, where one rank exchanges nothing.
+    No put carries tables, and one rank exchanges nothing.
     """
+    if config.sync != "notified":
+        return config.sync
     only_rows = bool(buckets) and not dense_of(buckets) and config.update != "sharded"
     return "allreduce" if only_rows or _alone(config, run) else config.sync
 
@@ -277,7 +276,7 @@ def replicate(
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            make = SYNCHRONIZERS[_method(buckets, config, run)](model)
+            make = SYNCHRONIZERS[_method(buckets, config, run)]
             made = make(buckets, optimizer, statistics, config, groups)
             run.context.keep("synchronizer", made)
             return Method.by_gradients(made)
@@ -336,7 +335,7 @@ def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> Gr
     def bind(buckets: Sequence[Bucket]) -> Method:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
-        make = SYNCHRONIZERS[_method(buckets, config, run)](model)
+        make = SYNCHRONIZERS[_method(buckets, config, run)]
         made = make(buckets, optimizer, no_statistics, config, groups)
         run.context.keep(f"synchronizer/{index}", made)
         return Method.by_gradients(made)

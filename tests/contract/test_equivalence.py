@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.algorithms.allreduce import make_allreduce
+from tests.harness.equivalence.contributed import contributed
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
 from tests.harness.equivalence.put_synchronizers import notified
@@ -26,20 +26,10 @@ pytestmark = pytest.mark.usefixtures("one_core")
 Kind = Callable[..., Any]
 
 
-def contributed() -> Kind:
-    """Read the synchronizer that CONTRIBUTING.md shows as an example."""
-    text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
-    chapter = text[text.index("## How to add a synchronizer") :]
-    names: dict[str, Any] = {}
-    exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
-    kind: Kind = names["AtEnd"]
-    return kind
-
-
 SYNCHRONIZERS: dict[str, Callable[[], Kind]] = {  # each makes one for a run
     "allreduce": lambda: make_allreduce,
     "notified": lambda: notified(False),
-    "CONTRIBUTING's": contributed,
+    "CONTRIBUTING's": lambda: contributed()["AtEnd"],
 }
 GRID = ("allreduce", "notified")
 BUCKET_BYTES = {"a parameter each": 1, "about 2 kB": 2_000, "whole model": 10**9}
