@@ -101,3 +101,14 @@ def test_the_exact_example_trains_as_one_process_does(ranks: int) -> None:
     training = Training.of(convnet(), sgd, gamma=1.0)
     for state in train(training, ranks, "at_end"):
         assert largest_difference(state, training.alone()) < 1e-10
+
+
+def test_running_statistics_are_equal_on_all_ranks() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        convnet()[0], nn.BatchNorm2d(8).double(), nn.Flatten(), nn.Linear(512, 10).double()
+    )
+    first, *others = train(Training.of(model, sgd), 3, "majority_vote")
+    assert first["1.running_mean"].abs().sum() > 0
+    for other in others:
+        assert largest_difference(other, first) == 0
