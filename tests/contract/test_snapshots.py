@@ -16,7 +16,6 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import ConfigError
 from paceline.snapshots.restore import restore_state
-from tests.contract.test_equivalence import contributed
 from tests.contract.test_own_steps import Lamb
 from tests.harness.equivalence.case_models import Tied, Unused, WithTemperature, normalised
 from tests.harness.equivalence.case_steps import (
@@ -28,6 +27,7 @@ from tests.harness.equivalence.case_steps import (
     fused,
     with_outside_parameter,
 )
+from tests.harness.equivalence.contributed import contributed
 from tests.harness.equivalence.large_batch import World, convnet, usual_step
 from tests.harness.equivalence.snapshot_ranks import (
     BATCHES,
@@ -252,7 +252,7 @@ def test_a_step_that_computes_nothing_or_updates_nothing_has_a_snapshot(
 
 
 def test_the_synchronizer_of_contributing_has_snapshots() -> None:
-    check(Case(make_model=convnet, sync=contributed))
+    check(Case(make_model=convnet, sync=lambda: contributed()["AtEnd"]))
 
 
 @pytest.mark.parametrize("sync", ["int8", "sharded, int8"])
