@@ -645,7 +645,7 @@ class World:
         self._loop.use(steps)
 
     def _durable_files(self, folder: Path) -> DurableFiles | None:
-        """Return what tells the other members of this one's checkpoints; None: nobody survives."""
+        """Return what reports this member's checkpoints to the others; None: none survives."""
         if self._backup is None:
             return None
         return DurableFiles(self._run.membership.frames, self._backup, folder)

@@ -205,7 +205,7 @@ class ProcessGroupCommunicator:
         """
         if self._group is None:
             return
-        # In this order, because torch's abort may return while a wait goes on, and write into its
+        # In this order, because torch's abort may return while a wait continues, and write into its
         # buffer when the peer wakes.
         shut_down(self._loops)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()

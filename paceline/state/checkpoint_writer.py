@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class WrittenFiles(Protocol):
-    """Protocol of what other members are told of this one's checkpoints."""
+    """Protocol of what reports this member's checkpoints to the others."""
 
     def written(self, checkpoint: Checkpoint, path: Path) -> None:
         """Note a file, before older ones are removed; called by the thread that has written it."""

@@ -245,7 +245,7 @@ class ChunkQueue:
                     # process is killed now, `put_back` reads that.
                     self._owners[slot] = worker + 1
                     # The lock makes this one change with the line before; a process that is killed
-                    # between them leaves a head that is too low, from which the next look goes on.
+                    # between them leaves a head that is too low, from which the next look begins.
                     self._header[_HEAD] = position + 1
                     return chunk
 
