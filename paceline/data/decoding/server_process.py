@@ -105,7 +105,7 @@ class ServerProcess:
             DataError: a killed process doesn't end.
         """
         found: list[Ended] = []
-        while select.select([self.socket], [], [], 0)[0]:
+        while readable(self.socket.fileno(), 0.0):
             try:
                 packet = self.socket.recv(1 << 16)
             except ConnectionResetError:
@@ -159,7 +159,7 @@ class ServerProcess:
         for worker, process in self.processes.items():
             with suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(process)
-                gone, _, _ = select.select([pidfd], [], [], _KILLED_S)
+                gone = readable(pidfd, _KILLED_S)
                 os.close(pidfd)
                 if not gone:  # its memory isn't given to others: it may still write there
                     raise DataError(
@@ -172,3 +172,11 @@ class ServerProcess:
         self.processes.clear()
         self._requested.clear()
         return ended
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Wait until a descriptor can be read, or for so many seconds; return whether it can."""
+    # Not `select`, which takes none above 1,023: a process may have more files open.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))

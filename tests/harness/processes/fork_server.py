@@ -40,6 +40,7 @@ from typing import Any
 
 import psutil
 
+from paceline.data.decoding.server_process import readable
 from tests.harness.compile_kernels import load_all
 from tests.harness.processes import fork_child
 from tests.harness.processes.huge_pages import use_huge_pages
@@ -181,7 +182,7 @@ class ServedPopen(_Popen):
     def _try_wait(self, flags: int) -> tuple[int, int]:
         if not hasattr(self, "_status"):
             return super()._try_wait(flags)  # type: ignore[misc,no-any-return]
-        if flags == os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+        if flags == os.WNOHANG and not readable(self._status, 0.0):
             return 0, 0
         status = os.read(self._status, 8)
         os.close(self._status)
