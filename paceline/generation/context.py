@@ -94,8 +94,8 @@ class WindowSpec:
 class GenerationContext:
     """Generation context: what lives as long as one generation of the world.
 
-    It connects nobody before `open`. As a context manager, it closes with the block, and aborts if
-    the block fails.
+    It has no connections before `open`. As a context manager, it closes with the block, and aborts
+    if the block fails.
 
     Args:
         world: all ranks of the generation, as this one sees them.

@@ -41,7 +41,7 @@ class SpeedRecorder(NullRecorder):
                 cuts = fields["cuts"]
                 self._rate.step(cuts[-1] - cuts[0], now)
                 # A look each second leaves a mark, so that
-                # the window slides even where nobody asks.
+                # the window slides even where nothing asks.
                 if now - self._looked >= _LOOK_S:
                     self._looked = now
                     self._rate.samples_per_second(now)

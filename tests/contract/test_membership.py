@@ -418,6 +418,28 @@ def test_members_that_lost_a_part_continue_from_the_newest_checkpoint_that_one_c
     assert (alone.start, alone.start_token) == (0, "")
 
 
+def test_members_that_are_lost_together_leave_together_however_apart_they_are_noticed(
+    make: Callable[..., Members],
+) -> None:
+    members = make((4,))
+    lost = [members.generation.members[rank].id for rank in (1, 2)]
+    ended = threading.Event()
+
+    def notice(one: VotingMember) -> None:
+        assert ended.wait(LIMIT)
+        one.closed(lost[0], "lost")
+        time.sleep(CLOSED_GRACE_S + 0.05)
+        one.closed(lost[1], "lost")
+        one._judge_once()  # the first is suspected, and not yet the second
+
+    for rank in (0, 3):
+        members.all[rank].line.post(lambda one=members.all[rank]: notice(one))
+    members.kill(1, 2)
+    ended.set()
+    value = agreed(members.next((0, 3)))
+    assert {member.id for member in value.members} == ids(members, 0, 3)
+
+
 def test_one_member_that_needs_no_other_part_continues_from_the_snapshot(
     make: Callable[..., Members],
 ) -> None:

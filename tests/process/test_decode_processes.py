@@ -170,9 +170,9 @@ def test_processes_that_are_killed_or_stopped_are_replaced(kind: signal.Signals)
             if step % 3 == 0:
                 os.kill(chance.choice([*processes_of(loader).values()]), kind)
         assert equal(found, expected), f"seed {SEED}"
-        if kind is signal.SIGKILL:
-            assert any("was killed by SIGKILL; it is replaced" in note for note in notes)
         assert equal(epoch_of(loader), expected), f"seed {SEED}"
+        if kind is signal.SIGKILL:  # an end may be noticed when the next epoch is decoded
+            assert any("was killed by SIGKILL; it is replaced" in note for note in notes)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])

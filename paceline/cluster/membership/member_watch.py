@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.membership.evidence import (
+    CLOSED_GRACE_S,
     EvidenceOptions,
     MemberEvidence,
     Observer,
@@ -68,6 +69,17 @@ class MemberWatch:
     def view(self) -> View:
         """What this member brings into a vote."""
         return View(suspected=frozenset(self.suspicions), leavers=frozenset(self.leavers))
+
+    @property
+    def grace_seconds(self) -> float:
+        """The seconds until each member whose connections have ended is suspected, or is back."""
+        now = time.monotonic()
+        ends = (
+            each.closed_at + CLOSED_GRACE_S
+            for member, each in self._evidence.items()
+            if each.closed_at is not None and member not in (*self.suspicions, *self.leavers)
+        )
+        return max(0.0, max(ends, default=now) - now)
 
     @property
     def unjudged_seconds(self) -> float:

@@ -74,6 +74,7 @@ _PROGRESS_SHARE = 0.25  # of the peer timeout
 # A member that leaves its generation has met the end of a connection, and the suspicion follows
 # within that time. A ballot before it would propose the lost member again.
 _EVIDENCE_S = CLOSED_GRACE_S + 0.1  # a lost connection is followed by evidence within that time
+_ROUNDING_S = 0.01  # by which the judgment follows a lost connection's grace
 # Two ballots at once refuse each other, so all but the first member give its ballot that time, and
 # random pauses keep the others apart.
 _TURN_S = 0.5  # before a member proposes whose turn it isn't
@@ -343,7 +344,9 @@ class VotingMember:
         with self._guarded():
             self._stores.lost(peer)
             self._watch.closed(peer)
-            self.line.call_later(CLOSED_GRACE_S + 0.01, self._judge_once)
+            self.line.call_later(CLOSED_GRACE_S + _ROUNDING_S, self._judge_once)
+            if self._vote is not None:
+                self._begin_vote(anew=True)
 
     # What follows runs on the line's thread.
 
@@ -454,7 +457,10 @@ class VotingMember:
         first = next((one.id for one in generation.members if one.id not in absent), None)
         own = first == self._member.id
         if self._watch.suspicions:
-            delay = 0.0
+            # Members that are lost together are seldom noticed together. A ballot that didn't wait
+            # for the last one's evidence would propose it again, for a generation that can't begin.
+            grace = self._watch.grace_seconds
+            delay = grace + 2 * _ROUNDING_S if grace else 0.0
         self._vote.propose_in(delay if own else delay + _TURN_S * jitter(1, 2))
 
     def _end(self, peer: str, body: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def receive(end: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _unreached(bootstrap: Bootstrap, peer: int, where: str, reason: Exception) -> CommError:
-    """Return the error of a rank that this one has dialed in vain."""
+    """Return the error of a rank that didn't answer this one's dials."""
     rank = bootstrap.rank
     if isinstance(reason, TimeoutError):
         return _missing(bootstrap, [peer])
