@@ -29,6 +29,7 @@ providers._get_local_constants = lambda: providers._local_constants
 # processes have that tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Triton reads it when it is imported, which torch's compiler does as well, in any of the tests.
 os.environ["TRITON_INTERPRET"] = "1"
