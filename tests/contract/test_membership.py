@@ -427,8 +427,7 @@ def test_members_that_are_lost_together_leave_together_however_apart_they_are_no
 
     def notice(one: VotingMember) -> None:
         assert ended.wait(LIMIT)
-        one.closed(lost[0], "lost")
-        time.sleep(CLOSED_GRACE_S + 0.05)
+        one._watch._note(lost[0], closed_at=time.monotonic() - CLOSED_GRACE_S)
         one.closed(lost[1], "lost")
         one._judge_once()  # the first is suspected, and not yet the second
 

@@ -345,7 +345,7 @@ class VotingMember:
             self._stores.lost(peer)
             self._watch.closed(peer)
             self.line.call_later(CLOSED_GRACE_S + _ROUNDING_S, self._judge_once)
-            if self._vote is not None:
+            if self._vote is not None and self._watch.grace_seconds:
                 self._begin_vote(anew=True)
 
     # What follows runs on the line's thread.
