@@ -52,8 +52,8 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.update.outer.average import Average, parse_average
-from paceline.wiring import replicate
 from paceline.wiring.average import average_weights
+from paceline.wiring.exchange import replicate
 
 MEAN = torch.tensor([125.3, 123.0, 113.9]).view(1, 3, 1, 1)
 STD = torch.tensor([63.0, 62.1, 66.7]).view(1, 3, 1, 1)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from paceline.config.optim import OptimConfig
-from paceline.wiring import make_optimizer
+from paceline.wiring.model import make_optimizer
 
 CLASSES = 1000
 

@@ -25,7 +25,7 @@ from workloads import loss_of, workload_of
 
 import paceline
 from paceline.config.optim import OptimConfig
-from paceline.wiring import make_optimizer
+from paceline.wiring.model import make_optimizer
 
 Step = Callable[[], None]
 

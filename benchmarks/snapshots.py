@@ -22,9 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -44,11 +42,11 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.observe.event_file import find_event_files, read_events
-from paceline.recorder import NullRecorder
 from paceline.snapshots.copier import StateCopier
-from paceline.snapshots.interval import SnapshotInterval
 from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.step_snapshots import interval_of
 from paceline.snapshots.store import SnapshotStore
+from paceline.timeline.timeline import Timeline
 
 METHODS = {
     "allreduce": SyncConfig(sync="allreduce"),
@@ -61,19 +59,6 @@ RUN_TITLES = ["run", "rank", "steps", "step, ms", "with a snapshot", "share, %"]
 RUN_TITLES += ["with a check", "share, %"]
 RUN_WIDTHS = [32, 6, 8, 10, 16, 10, 14, 10]
 FIRST = 16  # steps
-
-
-class SpanSum(NullRecorder):
-    """Recorder that sums the seconds of spans."""
-
-    seconds = 0.0
-
-    @contextmanager
-    def span(self, name: str, **fields: object) -> Iterator[None]:
-        """Add the time of the block."""
-        began = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - began
 
 
 def main() -> None:
@@ -110,13 +95,11 @@ def _measure(options: argparse.Namespace, sync: str, steps: int) -> list[str]:
         start(ends, Path(__file__), work | {"rows": [sync]}, options.ranks) as ranks,
     ):
         answers = [list(map(float, ranks.ask("step")[0].split())) for _ in range(steps)]
-    interval = SnapshotInterval()
-    for seconds, copies, *_ in answers:
-        interval.measure(seconds, copies)
+    interval = interval_of([(seconds, copies) for seconds, copies, *_ in answers])
     seconds, copies, memory, model = np.array(answers)[2:].T
     medians = [median_of((1000 * copies).tolist()), median_of((1000 * (seconds - copies)).tolist())]
     share = median_of((100 * copies / (seconds - copies)).tolist())
-    numbers = [interval.choice(), f"{memory[-1] / 1e6:.1f}", f"{memory[-1] / model[-1]:.2f}"]
+    numbers = [interval, f"{memory[-1] / 1e6:.1f}", f"{memory[-1] / model[-1]:.2f}"]
     return list(map(str, [sync, *medians, share, *numbers]))
 
 
@@ -124,7 +107,7 @@ def serve(setting: Setting) -> None:
     """Be a rank: answer the seconds of a step and of its copies, the bytes of these and a model."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    training, snapshots, spans = Training(setting), SnapshotStore(), SpanSum()
+    training, snapshots, timeline = Training(setting), SnapshotStore(), Timeline()
     (sync,) = setting.rows
     replica = bind(training, setting, meet(setting, "snapshots"), METHODS[sync])
     objects = StateObjects(model=training.model, optimizer=training.optimizer)
@@ -133,7 +116,7 @@ def serve(setting: Setting) -> None:
 
     def step(number: int) -> None:
         name = SnapshotName("token", number)
-        replica.copy_in_step(StateCopier(snapshots, name, objects, {"step": number}, spans))
+        replica.copy_in_step(StateCopier(snapshots, name, objects, {"step": number}, timeline))
         replica.begin(number, 1 / setting.ranks)
         training.step()
         replica.end()
@@ -142,9 +125,10 @@ def serve(setting: Setting) -> None:
     step(next(numbers))
     print("ready", flush=True)
     for _ in sys.stdin:
-        spans.seconds = 0.0
+        before = timeline.seconds("snapshot")
         seconds = timed(partial(step, next(numbers)))
-        print(seconds, spans.seconds, snapshots.nbytes, model, flush=True)
+        copies = timeline.seconds("snapshot") - before
+        print(seconds, copies, snapshots.nbytes, model, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

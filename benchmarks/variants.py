@@ -49,13 +49,15 @@ from workloads import loss_of, workload_of
 from paceline.codecs.codecs import CODECS
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
+from paceline.errors import Message
+from paceline.generation.notes import Notes
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TIMED, UNTIMED, TrialSetting
 from paceline.run.autotune.trials import steps_of_trials
 from paceline.run.precision import DTYPES
-from paceline.wiring import make_optimizer, replicate
 from paceline.wiring.candidates import CANDIDATES
-from paceline.wiring.exchange import SYNCHRONIZERS
+from paceline.wiring.exchange import SYNCHRONIZERS, replicate
+from paceline.wiring.model import make_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,14 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     return variant
 
 
+class PrintedNotes(Notes):
+    """Notes that are printed where they are made."""
+
+    def show(self, note: str | Message) -> None:
+        """Print a note."""
+        self.print(note)
+
+
 def bind(
     training: Training,
     setting: Setting,
@@ -207,7 +217,8 @@ def bind(
 ) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     run = run_of(setting, store)
-    trial = TrialSetting(steps=steps, report=partial(print, file=sys.stderr, flush=True))
+    run.notes = PrintedNotes()
+    trial = TrialSetting(steps=steps)
     return replicate(training.model, training.optimizer, run, config, setting=trial)
 
 

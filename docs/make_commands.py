@@ -46,6 +46,8 @@ LAUNCH = """\
 The flags are those of `paceline train` under "World", and `-n`. COMMAND begins after `--`, or at
 the first word that is not a flag.
 
+- **`--num_servers N`** (0): Number of parameter servers to start on machine 0, for a script with
+  sync="server".
 - **`-n N`**: `--num_workers N`. By default, there is one worker per GPU, or a single worker on
   a machine without GPUs.
 """

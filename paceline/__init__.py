@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Loader,
         Mean,
         OuterRule,
+        Server,
         SparseLoCo,
         World,
         join,
@@ -60,6 +61,7 @@ __all__ = [
     "PacelineError",
     "PeerLost",
     "ReplicasDiffer",
+    "Server",
     "SparseLoCo",
     "World",
     "join",
@@ -88,7 +90,7 @@ def _note_at_exit() -> None:
     if failed or is_command or "torch" not in sys.modules:
         return
     if note := import_module("paceline.cluster.environment").note_at_exit():
-        import_module("paceline.cluster.supervision.supervisor").print_message(note)
+        import_module("paceline.cluster.print_message").print_message(note)
 
 
 atexit.register(_note_at_exit)

@@ -1,16 +1,15 @@
-"""The `Recorder` protocol of measurements (spans, counts, events), its null, and a checked one.
+"""Recorders of events: their protocol, one that ignores all, several as one, one of a member.
 
 The steps of a run report to a recorder what happens; where that goes (a log, a file, a terminal) is
-`paceline.observe`'s matter. The null recorder is the default, and measuring changes no code path.
+`paceline.observe`'s matter. The null recorder is the default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Protocol
 
-_NOTHING = nullcontext()
 _RESULTS = ("step", "loss", "epoch", "speeds", "merge", "replay")
 
 
@@ -24,16 +23,10 @@ def is_result(name: str, fields: Mapping[str, object]) -> bool:
 
 
 class Recorder(Protocol):
-    """Receiver of a run's spans, counts and events."""
-
-    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
-        """Measure the time spent inside a `with` block under `name`, with what it was spent on."""
-
-    def count(self, name: str, amount: float) -> None:
-        """Add `amount` to the counter `name`."""
+    """Protocol of what receives a run's events."""
 
     def event(self, name: str, **fields: object) -> None:
-        """Tell that something happened, once, with what there is to know about it."""
+        """Record that something happened, with what is known about it."""
 
     def close(self) -> None:
         """Write out what is left and release files."""
@@ -42,18 +35,33 @@ class Recorder(Protocol):
 class NullRecorder:
     """Recorder that ignores everything."""
 
-    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
-        """Do nothing around the block."""
-        return _NOTHING
-
-    def count(self, name: str, amount: float) -> None:
-        """Ignore a count."""
-
     def event(self, name: str, **fields: object) -> None:
         """Ignore an event."""
 
     def close(self) -> None:
         """Release nothing."""
+
+
+class Recorders:
+    """Several recorders as one.
+
+    Args:
+        recorders: get each event in this order.
+    """
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def event(self, name: str, **fields: object) -> None:
+        """Pass an event on to all."""
+        for recorder in self._recorders:
+            recorder.event(name, **fields)
+
+    def close(self) -> None:
+        """Close all, also where one fails; its error is raised in the end."""
+        with ExitStack() as closing:
+            for recorder in reversed(self._recorders):
+                closing.callback(recorder.close)
 
 
 class Admission(Protocol):
@@ -77,14 +85,6 @@ class MemberRecorder:
     def __init__(self, recorder: Recorder, membership: Admission) -> None:
         self._recorder = recorder
         self._membership = membership
-
-    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
-        """Pass a span on."""
-        return self._recorder.span(name, **fields)
-
-    def count(self, name: str, amount: float) -> None:
-        """Pass a count on."""
-        self._recorder.count(name, amount)
 
     def event(self, name: str, **fields: object) -> None:
         """Pass an event on."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +19,12 @@ from paceline.run.batches import Batches
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps
+from paceline.state.weights import save_epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Training loop, and the components that it uses; `resources` are closed after it."""
+    """Training loop, and the components that it uses; `folder` gets the weights of each epoch."""
 
     model: nn.Module
     criterion: nn.Module
@@ -35,11 +34,11 @@ class Trainer:
     replica: Replica
     steps: Steps
     device: torch.device
-    resources: ExitStack
     train: Batches
     test: Batches | None
     small: SmallSlices
-    save: Callable[[bool], None]
+    folder: Path
+    weights_name: str
     epochs: int
     num_labels: int
 
@@ -52,22 +51,23 @@ class Trainer:
         if self.steps.recovery.went_back and self.steps.position.step == 0:
             position = self.steps.position
             # The leader may have been lost before it saved the epoch.
-            self.save(position.best_epoch == position.epoch - 1)
+            self._save_weights(position.best_epoch == position.epoch - 1)
             self.steps.save()
         for epoch in range(self.steps.position.epoch, self.epochs):
             self._run_epoch(epoch)
         self.steps.finish(together=True)
 
     def _run_epoch(self, epoch: int) -> None:
-        started = time.perf_counter()
+        timeline = self.steps.run.timeline
+        started = timeline.now()
         rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
-        waiting = self.train.end_epoch(time.perf_counter() - started)
+        waiting = self.train.end_epoch(timeline.now() - started)
         tested = self._evaluate(epoch) if self.test is not None else None
         self.steps.run.recorder.event(
             "epoch",
             epoch=epoch,
-            seconds=time.perf_counter() - started,
+            seconds=timeline.now() - started,
             batches=self.train.steps,
             learning_rate=rate,
             wait_input=waiting,
@@ -78,8 +78,12 @@ class Trainer:
             top5=tested.top5 if tested else None,
         )
         accuracy = tested.accuracy if tested else None
-        self.save(self.steps.improves(accuracy))
+        self._save_weights(self.steps.improves(accuracy))
         self.steps.end_epoch(accuracy)
+
+    def _save_weights(self, best: bool) -> None:
+        if self.steps.run.leads:
+            save_epoch(self.folder, self.weights_name, self.model, best=best)
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()
@@ -89,7 +93,6 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         rate = self.schedule.get_last_lr()[0]
-        waited = round(1000 * batch.waited, 2)
         order = self.train.loader.order
         sums = self.steps.begin(batch.place)
         with self.small.in_step([self.model], order, len(batch.images)):
@@ -99,7 +102,7 @@ class Trainer:
                 sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
             )
             sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
-        self.steps.end(sums, learning_rate=rate, wait_input_ms=waited)
+        self.steps.end(sums, learning_rate=rate)
         self.schedule.step()
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:

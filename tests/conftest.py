@@ -18,7 +18,8 @@ multiprocessing.set_forkserver_preload(
         *("tests.harness.processes.uncollected_imports", "torch", "torch.distributed"),
         *("torch._dynamo", "numpy", "numba"),
         *("paceline", "paceline.cli.main", "tests.harness.processes.gloo_processes"),
-        *("tests.harness.processes.supervisor_stage", "tests.harness.processes.frozen_imports"),
+        *("tests.harness.processes.supervisor_stage", "tests.harness.network.stores", "pytest"),
+        "tests.harness.processes.frozen_imports",
     ]
 )
 

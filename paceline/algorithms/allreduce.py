@@ -10,16 +10,17 @@ In a world of one rank nothing is exchanged, and `end` updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.comm.communicator import Communicator
-from paceline.recorder import Recorder
+from paceline.comm.peer_activities import Startup
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.collectives import Collectives
 from paceline.reduce.dense_and_rows import dense_of, with_rows
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.no_exchange import NoExchange
+from paceline.timeline.timeline import Timeline
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import OwnStep, Updater
 
@@ -29,8 +30,8 @@ def make_allreduce(
     communicator: Communicator,
     updater: Updater | OwnStep,
     statistics: RunningStatistics,
-    recorder: Recorder | None = None,
-    end_startup: Callable[[], None] | None = None,
+    timeline: Timeline | None = None,
+    startup: Startup | None = None,
     rows: Communicator | None = None,
 ) -> DataParallel:
     """Make a synchronizer that uses NCCL or Gloo collectives.
@@ -40,8 +41,8 @@ def make_allreduce(
         communicator: connects all ranks.
         updater: updates the parameters.
         statistics: the model's running statistics, exchanged in every step.
-        recorder: as of `DataParallel`.
-        end_startup: called once, after the first step; by default the communicator's.
+        timeline: as of `DataParallel`.
+        startup: ended once, after the first step; by default the communicator's.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
     """
     dense = dense_of(buckets)
@@ -51,10 +52,10 @@ def make_allreduce(
         exchange = Collectives(dense, communicator, statistics.flat)
     return DataParallel(
         buckets,
-        with_rows(exchange, buckets, rows, recorder),
+        with_rows(exchange, buckets, rows, timeline),
         updater,
         statistics,
-        end_startup or communicator.end_startup,
-        recorder=recorder,
+        startup or communicator,
+        timeline=timeline,
         alone=alone,
     )

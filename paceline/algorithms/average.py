@@ -21,11 +21,10 @@ averaged, they are in their parameters' fragments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -35,11 +34,13 @@ from torch.optim import Optimizer
 from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket, ranges_of
 from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.algorithms.synchronizer import StepInfo, Weights
+from paceline.comm.peer_activities import Startup
 from paceline.errors import CommError, ServerLost
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import MISSED, RankState
+from paceline.timeline.timeline import Timeline
 
 
 class Schedule(Protocol):
@@ -90,13 +91,13 @@ class Averaging:
         mix: the fraction of this worker's newer weights that a delayed merge retains; None: what
             the newer steps changed is added to the merged weights.
         forgets: the optimizer whose state each merge resets; None: it stays.
-        recorder: receives the spans `send`, `wait` and `update`, each with its bucket, the numbers
-            of bytes `sent` and `received`, and the event `merge`.
-        end_startup: called once, after the first merge.
+        recorder: receives the event `merge`.
+        timeline: receives the spans `send`, `wait` and `update`, each with its bucket, and the
+            numbers of bytes `sent` and `received`.
+        startup: ended once, after the first merge.
         residuals: of a lossy wire, on this rank.
 
     Attributes:
-        waited: seconds that this thread has waited for peers so far.
         last_round: the first step of the last completed round, and the step after its end: in
             between, the last fragment was taken once. (0, 0) before there is one.
         residuals: as given.
@@ -115,7 +116,8 @@ class Averaging:
         mix: float | None,
         forgets: Optimizer | None,
         recorder: Recorder,
-        end_startup: Callable[[], None],
+        timeline: Timeline,
+        startup: Startup,
         residuals: RankState | None = None,
     ) -> None:
         self._buckets = tuple(buckets)
@@ -126,15 +128,15 @@ class Averaging:
         self._mix = mix
         self._forgets = forgets
         self._recorder = recorder
+        self._timeline = timeline
         self.residuals = residuals
-        self._end_startup: Callable[[], None] | None = end_startup
+        self._startup: Startup | None = startup
         self._info = StepInfo(0, 0.0)
         self._step = 0  # the next one
         self._shows_anchor = False
         self._fresh = True  # no step was made, and nothing was restored
         self._left: list[tuple[int, int]] | None = None  # how parameters were after a step
         self.written = False  # a script has written them since, before the next one
-        self.waited = 0.0
         self.last_round = (0, 0)
         self.ends: ServerLost | None = None
 
@@ -320,29 +322,29 @@ class Averaging:
             bucket = self._buckets[index]
             bucket.take()
             operation = f"the merge of bucket {index} after step {self._step - 1}"
-            with self._recorder.span("send", bucket=index):
+            with self._timeline.span("send", bucket=index):
                 weight = samples / of_all if of_all else 0.0
                 version = self._exchange.send(index, [bucket.change], weight, operation)
             fragment.versions[index] = version
             sent, received = self._exchange.traffic[index]
-            self._recorder.count("sent", sent)
-            self._recorder.count("received", received)
+            self._timeline.count("sent", sent)
+            self._timeline.count("received", received)
 
     def _apply(self, number: int) -> None:
         fragment = self._fragments[number]
         assert fragment.taken_after is not None
         steps = self._step - 1 - fragment.taken_after
         for index in chain(list(fragment.sums), self._received(fragment)):  # others still travel
-            with self._recorder.span("update", bucket=index):
+            with self._timeline.span("update", bucket=index):
                 sums = fragment.sums.pop(index)
                 self._buckets[index].apply(sums, steps=steps, mix=self._mix)
         self._recorder.event(
             "merge", step=self._step, fragment=number, taken_after=fragment.taken_after
         )
         fragment.taken_after = None
-        if self._end_startup is not None:
-            self._end_startup()
-            self._end_startup = None
+        if self._startup is not None:
+            self._startup.end_startup()
+            self._startup = None
 
     def _receive(self, fragment: _Fragment) -> None:
         """Wait for the sums of a fragment."""
@@ -354,10 +356,8 @@ class Averaging:
         while fragment.versions:
             last = next(reversed(fragment.versions))  # the most urgent, which arrives first
             index = self._exchange.first_to_wait_for(last)
-            began = perf_counter()
-            with self._recorder.span("wait", bucket=index):
+            with self._timeline.span("wait", bucket=index):
                 (sums,) = self._exchange.wait(index, fragment.versions.pop(index))
-            self.waited += perf_counter() - began
             fragment.sums[index] = self._buckets[index].without_samples() if sums is None else sums
             yield index
 

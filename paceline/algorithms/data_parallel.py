@@ -12,8 +12,7 @@ of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,11 +20,12 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.algorithms.synchronizer import STATISTICS, StepInfo, Weights
+from paceline.comm.peer_activities import Startup
 from paceline.errors import ConfigError
-from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
+from paceline.timeline.timeline import Timeline
 from paceline.update.batch_norm import RunningStatistics
 
 
@@ -72,15 +72,12 @@ class DataParallel:
             first, as one more bucket with index len(buckets).
         rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
-        end_startup: called once, after the first step.
+        startup: ended once, after the first step; None: all waits have one timeout.
         state: state that a checkpoint must save in addition to model and optimizer, or None.
-        recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
+        timeline: receives this thread's spans `wait` (for peers), `send` and `update`, each with
             its bucket, and the numbers of bytes `sent` and `received`.
         alone: whether this rank is the only one: `end` installs the step's result, and the running
             statistics aren't exchanged.
-
-    Attributes:
-        waited: seconds that this thread has waited for peers so far.
     """
 
     def __init__(
@@ -89,9 +86,9 @@ class DataParallel:
         exchange: Exchange,
         rule: UpdateRule,
         statistics: RunningStatistics,
-        end_startup: Callable[[], None] | None = None,
+        startup: Startup | None = None,
         state: RankState | None = None,
-        recorder: Recorder | None = None,
+        timeline: Timeline | None = None,
         *,
         alone: bool = False,
     ) -> None:
@@ -101,9 +98,8 @@ class DataParallel:
         self._exchange = exchange
         self._rule = rule
         self._statistics = statistics
-        self.waited = 0.0
-        self._end_startup = end_startup
-        self._recorder = recorder or NullRecorder()
+        self._startup = startup
+        self._timeline = timeline or Timeline()
         self._awaited: dict[int, int] = {}  # by bucket, the version that is to be waited for
         self._sent: set[int] = set()  # buckets, in this step
         self._step = StepInfo(0, 0.0)
@@ -203,7 +199,7 @@ class DataParallel:
             self._rule.return_sums()
         for bucket in self.buckets:
             version = self._awaited.pop(bucket.index, None)
-            with self._recorder.span("wait", bucket=bucket.index):
+            with self._timeline.span("wait", bucket=bucket.index):
                 self._exchange.abandon(bucket.index, version)
         self._ended = True
 
@@ -237,9 +233,9 @@ class DataParallel:
     def _open(self) -> None:
         """Make the memory free for this step, and send the running statistics of its forward."""
         self._wait_for_last_step()  # for what no layer has read
-        if self._sent and self._end_startup is not None:
-            self._end_startup()
-            self._end_startup = None
+        if self._sent and self._startup is not None:
+            self._startup.end_startup()
+            self._startup = None
         self._ended = False
         self._begin_exchange()
 
@@ -254,18 +250,18 @@ class DataParallel:
     def _send(self, index: int, values: Sequence[Tensor | None], name: str) -> None:
         step = self._step
         operation = f"{name} in step {step.number}"
-        with self._recorder.span("send", bucket=index):
+        with self._timeline.span("send", bucket=index):
             self._awaited[index] = self._exchange.send(index, values, step.weight, operation)
         sent, received = self._exchange.traffic[index]
-        self._recorder.count("sent", sent)
-        self._recorder.count("received", received)
+        self._timeline.count("sent", sent)
+        self._timeline.count("received", received)
 
     def _wait_and_install(self, bucket: Bucket) -> None:
         unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
         self._install(unit, [value for one in unit for value in self._wait(one.index)])
 
     def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
-        with self._recorder.span("update", bucket=unit[0].index):
+        with self._timeline.span("update", bucket=unit[0].index):
             self._rule.update(unit, values)
         if self._exposing:
             parameters = (p for bucket in unit for p in bucket.parameters)
@@ -273,11 +269,8 @@ class DataParallel:
                 p.grad = None if value is None else value.clone()
 
     def _wait(self, index: int) -> list[Tensor | None]:
-        begin = perf_counter()
-        with self._recorder.span("wait", bucket=index):
-            values = self._exchange.wait(index, self._awaited.pop(index))
-        self.waited += perf_counter() - begin
-        return values
+        with self._timeline.span("wait", bucket=index):
+            return self._exchange.wait(index, self._awaited.pop(index))
 
     def _wait_for_last_step(self) -> None:
         """Wait for the sums of the last ended step, and install them."""

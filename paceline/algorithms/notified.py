@@ -17,7 +17,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from paceline.algorithms.data_parallel import DataParallel, UpdateRule
-from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
+from paceline.algorithms.open_exchange import (
+    OpenedExchange,
+    PutOptions,
+    bucket_spec,
+    open_exchange,
+)
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.dense_and_rows import dense_of, with_rows
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -62,6 +67,36 @@ def make_with_puts(
             without a codec or without other machines).
         returns_parameters: buckets may return updated parameters in place of sums.
     """
+    opened = open_puts(buckets, statistics, options, returns_parameters=returns_parameters)
+    rule, state = make_rule(opened.own, opened.residuals)
+    return DataParallel(
+        buckets,
+        with_rows(opened.exchange, buckets, options.rows, options.timeline),
+        rule,
+        statistics,
+        opened.startup,
+        state,
+        options.timeline,
+    )
+
+
+def open_puts(
+    buckets: Sequence[Bucket],
+    statistics: RunningStatistics,
+    options: PutOptions,
+    *,
+    returns_parameters: bool,
+    rooms: int = 1,
+) -> OpenedExchange:
+    """Open a window, and an exchange of gradients and running statistics over it; collective.
+
+    Args:
+        buckets: what is exchanged.
+        statistics: the model's running statistics.
+        options: of the exchange.
+        returns_parameters: buckets may return updated parameters in place of sums.
+        rooms: as of `BucketSpec`.
+    """
     dense = dense_of(buckets)
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in dense]
     names = [bucket.names for bucket in dense]
@@ -73,14 +108,5 @@ def make_with_puts(
         specs.append(bucket_spec([statistics.flat], replace(options, codec=None)))
         templates.append([statistics.flat])
         names.append(("the running statistics",))
-    opened = open_exchange(templates, names, specs, options, count=len(dense))
-    rule, state = make_rule(opened.own, opened.residuals)
-    return DataParallel(
-        buckets,
-        with_rows(opened.exchange, buckets, options.rows, options.recorder),
-        rule,
-        statistics,
-        opened.end_startup,
-        state,
-        options.recorder,
-    )
+    specs = [replace(spec, rooms=rooms) for spec in specs]
+    return open_exchange(templates, names, specs, options, count=len(dense))

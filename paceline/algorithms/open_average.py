@@ -74,7 +74,8 @@ def open_average(
         mix=mix,
         forgets=forgets,
         recorder=options.recorder,
-        end_startup=opened.end_startup,
+        timeline=options.timeline,
+        startup=opened.startup,
         residuals=opened.residuals,
     )
 

@@ -7,16 +7,18 @@ GPUs that sum first   MachineSums ── PutExchange, of a machine's first worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.comm.communicator import Communicator
-from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
-from paceline.comm.window import Window
+from paceline.comm.peer_activities import Startup, Timeout
+from paceline.generation.context import GenerationContext, WindowSpec
+from paceline.generation.gathered_addresses import Servers
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import mostly_tables
 from paceline.reduce.exchange import Exchange
@@ -25,8 +27,20 @@ from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.residuals import EncodedBucket, Residuals
+from paceline.timeline.timeline import Timeline
 
-OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
+
+class InvitedServers(Servers, Protocol):
+    """Protocol of servers that open their windows when the workers invite them."""
+
+    def invite(self, layout: Layout) -> None:
+        """Invite the servers to a window of this layout; collective.
+
+        Raises:
+            ConfigError: they refuse to serve the run.
+            CommError: they don't answer; or a peer was lost, or silent.
+            ServerLost: a later generation can't be served.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,43 +48,61 @@ class PutOptions:
     """Settings of an exchange by puts.
 
     Attributes:
-        open_window: opens this rank's window; collective. Ranks of one group share their windows'
-            memory.
-        topology: the groups of ranks; gradients are first summed inside each group.
-        limits: seconds to wait for a peer: one value for the first step, and one for later steps.
-        activities: what the peers do; they may extend a wait.
-        end_startup: called once, after the first step.
+        context: the generation's context, which opens the window; has the timeouts.
+        purpose: of the window.
+        window: how the ranks of the window are reached, except its servers.
+        servers: own all shards; None: the ranks do.
+        topology: the groups of ranks; gradients are first summed inside each group, whose windows
+            share their memory.
+        startup: what ends after the first step, besides the startup of the exchange itself.
         codec: encodes float32 gradients that are sent between groups; None: they are unencoded.
         return_codec: encodes the sums that return, where there is a codec; None: the same does.
         error_decay: what part of a residual the next step adds to its values.
-        recorder: receives the same spans and counts as the recorder of `DataParallel`.
+        recorder: receives the events of the exchange.
+        timeline: as that of `DataParallel`.
         staged: whether parameters are in GPU memory, so that gradients are copied through CPU
             memory.
         machine: communicator of this group's ranks, or None. If it is given, its collectives
             sum the gradients on the GPUs; only the group's first rank copies the sums to the CPU
             and exchanges them through its window.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
-        announce: called with the window's layout before the window is opened: invites a server.
         tables: parameters whose gradients may be zero but for some rows. Buckets of which more than
             half of the values are in tables suppress zeros in puts between groups.
         bucket_mb: bucket size in MiB, for checkpoints of the residuals.
     """
 
-    open_window: OpenWindow
+    context: GenerationContext
+    purpose: str
+    window: WindowSpec = field(default_factory=WindowSpec)
+    servers: InvitedServers | None = None
     topology: Topology
-    limits: tuple[float, float]
-    activities: PeerActivities = NO_PEERS
-    end_startup: Callable[[], None] = lambda: None
+    startup: Startup | None = None
     codec: Codec | None = None
     return_codec: Codec | None = None
     error_decay: float = 1.0
     recorder: Recorder = field(default_factory=NullRecorder)
+    timeline: Timeline = field(default_factory=Timeline)
     staged: bool = False
     machine: Communicator | None = None
     rows: Communicator | None = None
-    announce: Callable[[Layout], None] = lambda layout: None
     tables: frozenset[Tensor] = frozenset()
     bucket_mb: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExchangeStartup:
+    """Startup of an exchange: that of all waits in which its first step passes.
+
+    Attributes:
+        parts: end together.
+    """
+
+    parts: Sequence[Startup]
+
+    def end_startup(self) -> None:
+        """Use the timeouts of later steps from now on."""
+        for part in self.parts:
+            part.end_startup()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +113,13 @@ class OpenedExchange:
         exchange: exchanges the buckets.
         own: the exchange by this rank's window; None if another rank of the machine has the window.
         residuals: this rank's residuals; None without a codec or without other machines.
-        end_startup: to be called once, after the first exchange.
+        startup: to be ended once, after the first exchange.
     """
 
     exchange: Exchange
     own: PutExchange | None
     residuals: Residuals | None
-    end_startup: Callable[[], None]
+    startup: ExchangeStartup
 
 
 def open_exchange(
@@ -114,9 +146,12 @@ def open_exchange(
     machine = options.machine
     put_topology = topology if machine is None else topology.leaders
     layout = lay_out(specs, put_topology)
-    options.announce(layout)
-    window = options.open_window(layout.size, layout.notifications)
-    timeout = Timeout(*options.limits, options.activities)
+    context = options.context
+    if options.servers is not None:
+        options.servers.invite(layout)
+    spec = replace(options.window, servers=options.servers)
+    window = context.window(options.purpose, spec, layout.size, layout.notifications)
+    timeout = Timeout(*context.limits, context.activities)
     options.recorder.event("notifications", texts=layout.notification_names)
     put_exchanges: list[PutExchange] = []  # this rank's, if it exchanges by its window
 
@@ -136,12 +171,6 @@ def open_exchange(
     else:
         exchange = make_put_exchange(templates)
 
-    def end_startup() -> None:
-        timeout.end_startup()
-        if machine is not None:
-            machine.end_startup()
-        options.end_startup()
-
     put_exchange = put_exchanges[0] if put_exchanges else None
     feedbacks = put_exchange.feedbacks if put_exchange is not None else [None] * len(specs)
     encoded = [
@@ -154,9 +183,9 @@ def open_exchange(
     residuals = None
     if encoded:
         residuals = Residuals(encoded, put_topology.workers, window.rank, options.bucket_mb)
-    return OpenedExchange(
-        exchange=exchange, own=put_exchange, residuals=residuals, end_startup=end_startup
-    )
+    starting = (timeout, machine, options.startup)
+    startup = ExchangeStartup([one for one in starting if one is not None])
+    return OpenedExchange(exchange=exchange, own=put_exchange, residuals=residuals, startup=startup)
 
 
 def bucket_spec(

@@ -27,6 +27,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState, agreed
 from paceline.update.batch_norm import RunningStatistics
+from paceline.update.divided_optimizer import DividedOptimizer
 from paceline.update.shard_optimizer import ShardOptimizer
 
 
@@ -69,7 +70,7 @@ class ShardedUpdate:
         for bucket in buckets:
             if (shard := exchange.shard(bucket.index)) is not None:
                 shards.add_shard(bucket.index, *shard)
-        shards.shard_state()
+        shards.divide_state()
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the bucket alone."""
@@ -100,9 +101,11 @@ class ShardedUpdate:
 
 
 class ShardedState:
-    """Rank state of ZeRO-1: shards of the optimizer's state, and any error-feedback residuals."""
+    """Rank state of divided optimizer state: this rank's part, and any error-feedback residuals."""
 
-    def __init__(self, residuals: RankState | None, shards: ShardOptimizer) -> None:
+    divides_optimizer = True
+
+    def __init__(self, residuals: RankState | None, shards: DividedOptimizer) -> None:
         self._residuals = residuals
         self._shards = shards
 

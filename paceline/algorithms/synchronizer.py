@@ -139,10 +139,8 @@ class GradientSynchronizer(Synchronizer, GradientAccess, Protocol):
         state: state that a checkpoint must save in addition to model and optimizer, or None; either
             all ranks have one or no rank does.
         immediate: whether `end` installs the step's result, for which no read then has to wait.
-        waited: seconds that the caller's thread has waited for peers so far.
     """
 
-    waited: float
     immediate: bool
 
     @property

@@ -5,6 +5,7 @@ from paceline.api.launch import launch
 from paceline.api.loaders.loader import Loader, loader
 from paceline.api.parallelize import parallelize
 from paceline.api.world import World
+from paceline.config.server import Server
 from paceline.update.outer.average import Average
 from paceline.update.outer.bmuf import BMUF
 from paceline.update.outer.diloco import DiLoCo
@@ -21,6 +22,7 @@ __all__ = [
     "Loader",
     "Mean",
     "OuterRule",
+    "Server",
     "SparseLoCo",
     "World",
     "join",

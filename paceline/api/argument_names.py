@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.print_message import print_message
 from paceline.config.average import ARGUMENTS as AVERAGE_ARGUMENTS
+from paceline.config.server import ARGUMENTS as SERVER_ARGUMENTS
 from paceline.errors import Message, PacelineError, as_flag
+from paceline.generation.notes import Notes
 
 _ARGUMENTS = {
     **AVERAGE_ARGUMENTS,
+    **SERVER_ARGUMENTS,
     **{"run_id": "run", "output_dir": "run", "use_cpu": "join(device='cpu')"},
     "reset_optimizer": "join(reset_optimizer=True)",
     **{
@@ -43,6 +46,18 @@ def as_arguments(sentence: str | Message) -> str:
 def print_message_for_scripts(note: str | Message) -> None:
     """Print a note on standard error, its options as arguments."""
     print_message(as_arguments(note))
+
+
+class ScriptNotes(Notes):
+    """Notes of a script: they name options as arguments, and are printed where they are made."""
+
+    def text(self, note: str | Message) -> str:
+        """Return a note as the user of a script reads it."""
+        return as_arguments(note)
+
+    def show(self, note: str | Message) -> None:
+        """Print a note that is recorded as well."""
+        self.print(note)
 
 
 @contextmanager

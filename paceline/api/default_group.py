@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from paceline.api.session import Session
-from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.join import Joined
+from paceline.cluster.print_message import print_message
 from paceline.errors import ConfigError
-from paceline.generation.run import Run
+from paceline.session.session import Session
 
 
 def require_none() -> None:
@@ -22,26 +22,26 @@ def require_none() -> None:
         )
 
 
-def open_default_group(session: Session, run: Run) -> None:
+def open_default_group(session: Session, joined: Joined) -> None:
     """Make torch's default group of all ranks until the world ends; collective.
 
     It is of Gloo for tensors of CPUs; and of NCCL, too, for those of GPUs, where each rank has its
     GPU. Its operations have `idle_timeout` as their limit.
     """
-    context = run.context
+    context = session.run.context
     backend = "gloo"
     if session.device.type == "cuda" and not context.sharing:
         backend = "cpu:gloo,cuda:nccl"
     group = context.world
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"{group.generation.key_prefix}/default", session.joined.store),
+        store=PrefixStore(f"{group.generation.key_prefix}/default", joined.store),
         rank=group.rank,
         world_size=group.size,
-        timeout=timedelta(seconds=session.idle_timeout),
+        timeout=timedelta(seconds=session.silence.idle_timeout),
     )
     session.resources.callback(_close)
-    if group.rank == 0 and group.size > 1 and session.joined.launcher == "paceline":
+    if group.rank == 0 and group.size > 1 and joined.launcher == "paceline":
         print_message(
             "with default_group=True the loss of a rank ends the run, because torch's default "
             "group can't continue without it: the same command then resumes the run, if it has a "

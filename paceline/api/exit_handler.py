@@ -28,10 +28,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from paceline.api.open_world import OpenWorld
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
+from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.process_end import ProcessEnd, SupervisedEnd
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.data.map_style_loader import explained_death
 from paceline.errors import PacelineError
@@ -49,8 +50,7 @@ class ExitHandler:
 
     Attributes:
         failed: whether the script has failed.
-        rescue: writes the newest in-memory snapshot to disk; returns a sentence for the user, or
-            "".
+        world: the world of the script, whose state is saved; None: it has not joined yet.
         requested_status: the exit status that the script passed to `sys.exit`; 0 until then.
     """
 
@@ -59,7 +59,7 @@ class ExitHandler:
         self._interactive = environment.interactive
         worker = environment.worker
         self._process_end: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
-        self.rescue: Callable[[BaseException], str] = lambda error: ""
+        self.world: OpenWorld | None = None
         self._alone = worker is None
         current = sys.excepthook
         self._previous_hook: _Hook = (
@@ -126,6 +126,6 @@ class ExitHandler:
             status = 1
         else:
             status = self._process_end.fail(error)
-        if saved := self.rescue(error):
+        if self.world is not None and (saved := self.world.rescue(error)):
             print_message(saved)
         return status

@@ -14,41 +14,30 @@ from pathlib import Path
 
 import torch
 
-from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.argument_names import ScriptNotes, errors_name_arguments
 from paceline.api.default_group import open_default_group, require_none
 from paceline.api.exit_handler import ExitHandler
 from paceline.api.open_world import end_earlier_world
-from paceline.api.session import Session
+from paceline.api.script_process import ScriptProcess
 from paceline.api.world import World
 from paceline.cluster.environment import Environment, is_interactive, read_environment
 from paceline.cluster.join import Joined, join_world
+from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.rendezvous.preflight import version_facts
+from paceline.cluster.print_message import print_message
+from paceline.cluster.rendezvous.preflight import compare, version_facts
 from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
-from paceline.cluster.supervision.requests.run_presence import RunPresence
-from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.rules import positive, silence
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
-from paceline.observe.event_file import EventFile
-from paceline.observe.loss_history import LossHistory
-from paceline.observe.speed_recorder import SpeedRecorder
+from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import require_installed
-from paceline.recorder import MemberRecorder
-from paceline.session import (
-    Start,
-    build_leader_recorder,
-    build_trace,
-    build_trackers,
-    find_start,
-    report_recovery,
-)
+from paceline.session.recorders import open_trackers_of
+from paceline.session.session import Session
+from paceline.session.sources import cores_per_worker
 from paceline.state.run_folder import RunFolder
-from paceline.timeline.step_account import StepAccount
-from paceline.wiring import cores_per_worker
 
 # Seconds, as the flags' defaults.
 _FIRST_TIMEOUT = 1200.0
@@ -178,90 +167,89 @@ def join(
             joined = join_world(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
             chosen = _device(device, joined.group)
             exit_handler.activate(joined)
-            session = Session(
+            signals = StopSignals()
+            signals.when_received(partial(_print_stopped, joined, folder))
+            process = ScriptProcess(
                 joined=joined,
-                device=chosen,
-                timeouts=timeouts,
-                peer_timeout=peer_timeout,
-                idle_timeout=idle,
-                default_group=default_group,
-                run=folder,
-                output=output,
-                seed=seed,
-                signals=StopSignals(partial(_print_stopped, joined, folder)),
                 interactive_signals=InteractiveSignals(enabled=environment.interactive),
                 exit_handler=exit_handler,
+            )
+            session = Session(
+                device=chosen,
+                timeouts=timeouts,
+                silence=EvidenceOptions(
+                    peer_timeout=peer_timeout, timeout=timeouts[1], idle_timeout=idle
+                ),
+                # Other launchers end all processes where one is lost.
+                survives=joined.launcher == "paceline" and not default_group,
+                folder=folder,
+                output=output,
+                identity={"seed": seed},
+                seed=seed,
+                signals=signals,
+                notes=ScriptNotes(),
                 resources=resources,
             )
-            return _open_world(session)
+            return _open_world(process, session, default_group=default_group)
         except BaseException:
             resources.__exit__(*sys.exc_info())
             raise
 
 
-def _open_world(session: Session) -> World:
+def _open_world(process: ScriptProcess, session: Session, *, default_group: bool) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
-    path = session.run
+    joined = process.joined
+    _agree(process, session, default_group=default_group)
+    if joined.group.local_world_size > 1:  # the cores of a machine are shared among its processes
+        cores = cores_per_worker(joined.group.local_world_size)
+        torch.set_num_threads(min(torch.get_num_threads(), cores))
+    session.connect(joined.group, joined.store)
+    run = session.run
+    process.joined = replace(joined, group=run.context.world)
+    if default_group:
+        open_default_group(session, joined)
+    session.resume()
+    for note in session.start.notes if run.leads else ():
+        print_message(note)
+    session.record(partial(_open_trackers, session))
+    world = World(process, session)
+    session.answer_requests()
+    return world
+
+
+def _agree(process: ScriptProcess, session: Session, *, default_group: bool) -> None:
+    """Lock the run's folder, and require the same arguments on all ranks; collective."""
     output = session.output
-    group = session.joined.group
+    group = process.joined.group
+    store = process.joined.store
+    limit = session.timeouts[0]
     if group.rank == 0:
         require_installed(output.trackers)
-    session.require_equal("versions", version_facts())  # all have closed their earlier worlds
+    # All have closed their earlier worlds.
+    compare(store, group, "versions", version_facts(), timeout=limit)
+    path = session.folder
     folder = None if path is None else RunFolder(path, shard_id=group.machine)
-    session = replace(session, folder=folder)
+    process.folder = folder
     if folder is not None and group.local_rank == 0:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
         session.resources.push(folder)
         remove_records_of_machine(folder.path, group.machine)
-    given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
-    given |= {"default_group": "True"} if session.default_group else {}
-    session.require_equal("arguments of join()", {**session.identity, **given})
+    given = {"seed": str(session.seed), "run": "given" if path else "not given"}
+    given["trace_steps"] = output.trace_steps
+    given |= {"default_group": "True"} if default_group else {}
+    compare(store, group, "arguments of join()", given, timeout=limit)
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)
         session.resources.push(folder)
-    if group.local_world_size > 1:  # the cores of a machine are shared among its processes
-        cores = cores_per_worker(group.local_world_size)
-        torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run = session.connect()
-    group = run.context.world
-    joined = replace(session.joined, group=group)
-    session = replace(session, joined=joined, membership=run.membership)
-    start = Start()
-    speed = SpeedRecorder()
-    if session.default_group:
-        open_default_group(session, run)
-    losses = LossHistory(partial(report_recovery, run))
-    if path is not None:
-        start = find_start(output, path, session.identity, run)
-        for note in start.notes if group.rank == 0 else ():
-            print_message(note)
-        path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
-        run.trace = build_trace(output, run, path, print_message_for_scripts)
-        parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
-        account = StepAccount(
-            EventFile(path, group.member.id, run.membership),
-            build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
-            speed,
-            losses,
-            trace=run.trace,
-        )
-        run.recorder = MemberRecorder(account, run.membership)
-    session.resources.callback(run.recorder.close)
-    world = World(session, run, start)
-    if path is not None:
 
-        def report() -> RunStatus:
-            return RunStatus.of(
-                run.context.world.generation,
-                world.steps,
-                samples_per_second=speed.samples_per_second(),
-                losses=losses.losses,
-            )
 
-        presence = RunPresence.of_member(path, group.member, report=report)
-        session.resources.callback(presence.close)
-    return world
+def _open_trackers(session: Session) -> list[Tracker]:
+    """Open the trackers of a run, as its leader."""
+    assert session.folder is not None
+    size = session.run.context.world.size
+    parameters = {**session.identity, "world_size": size, "device": session.device.type}
+    return open_trackers_of(session.output, session.folder, parameters)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

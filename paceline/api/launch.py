@@ -27,7 +27,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
-from paceline.cluster.supervision.supervisor import print_message, run_workers
+from paceline.cluster.supervision.supervisor import run_workers
 from paceline.errors import ConfigError, PacelineError
 
 
@@ -70,7 +70,7 @@ def launch(function: Callable[..., Any], *arguments: Any, workers: int | None = 
         with closing(EventQueue()) as events:
             with events.signals():
                 failure = run_workers(
-                    plan, argv, events, report=print_message, open_endpoint=MachineEndpoint
+                    plan, argv, events, prints_failure=False, open_endpoint=MachineEndpoint
                 )
             if events.signal is not None:
                 signal.raise_signal(events.signal)  # whose handler is the caller's again

@@ -10,22 +10,42 @@ that a world is open: IPython resets it after each cell.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from paceline.errors import ConfigError
 
-if TYPE_CHECKING:
-    from paceline.api.world import World
 
-_open: World | None = None
+class OpenWorld(Protocol):
+    """Protocol of the open world, as far as what ends it needs it."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is active."""
+
+    def close(self) -> None:
+        """Close the world."""
+
+    def rescue(self, error: BaseException | None = None) -> str:
+        """Write the newest in-memory snapshot to disk; return a sentence for the user, or ""."""
+
+    def close_for_next(self) -> None:
+        """Close the world, because a cell joins again; print what is saved."""
 
 
-def open_world() -> World | None:
-    """Return the world that is open in this process."""
+_open: OpenWorld | None = None
+
+
+def open_world() -> OpenWorld | None:
+    """Return the world that is open in this process, as far as it can be ended."""
     return _open
 
 
-def set_open_world(world: World | None) -> None:
+def set_open_world(world: OpenWorld | None) -> None:
     """Record the world that is open in this process, or that none is."""
     global _open
     _open = world
@@ -44,9 +64,9 @@ def end_earlier_world(call: str, *, interactive: bool) -> None:
     """
     if _open is None:
         return
-    if not interactive or _open._loop.in_step:
+    if not interactive or _open.in_step:
         raise ConfigError(
             f"{call} was called, but paceline.join() was already called and its world is still "
             "open: call join() once and pass the world around, or close() it first."
         )
-    _open._end_for_next()
+    _open.close_for_next()

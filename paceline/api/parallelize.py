@@ -7,23 +7,21 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import (
-    as_arguments,
-    errors_name_arguments,
-    print_message_for_scripts,
-)
-from paceline.api.tracked import refuse_foreign
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.module_checks import require_supported_modules
+from paceline.api.pairs import make_pairs, refuse_shared
 from paceline.api.world import World, require_world
 from paceline.cluster.rendezvous.preflight import model_facts
+from paceline.cluster.rendezvous.server_registration import started_servers
 from paceline.codecs.merge_codecs import merge_codec
-from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
+from paceline.config.server import Server, parse_server
 from paceline.config.world import CHOICES, SyncConfig
-from paceline.errors import ConfigError, Message
-from paceline.replica.replica import Replica
-from paceline.run.autotune.autotuner import TrialSetting
+from paceline.errors import ConfigError
+from paceline.session.exchange_checks import check_shares, refuse_gpu
 from paceline.session.resume.edits import parameter_names
 from paceline.update.batch_norm import (
     BatchShare,
@@ -32,15 +30,6 @@ from paceline.update.batch_norm import (
     synchronised_note,
 )
 from paceline.update.outer.average import Average, parse_average
-from paceline.wiring.average import average_weights
-from paceline.wiring.exchange import (
-    check_shares,
-    refuse_gpu,
-    replicate,
-    replicate_grouped,
-)
-from paceline.wiring.module_checks import require_supported_modules
-from paceline.wiring.pairs import Pair, make_pairs, refuse_shared
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 _BUFFERS = ("broadcast", "local")
@@ -53,7 +42,7 @@ def parallelize(
     optimizer: AnyOptimizer,
     world: World,
     *,
-    sync: str | Average = "auto",
+    sync: str | Average | Server = "auto",
     wire: str = "fp32",
     update: str = "replicated",
     transport: str = "tcp",
@@ -79,8 +68,10 @@ def parallelize(
         world: whose processes train the model.
         sync: how gradients are exchanged: "allreduce", by collectives; "notified", by one-sided
             puts; or "auto", which predicts both from the first steps, tries the best, and continues
-            with the fastest. Or how weights are averaged instead, every few steps: "average", an
-            `Average`, or its text, such as "average:every=50,outer=diloco".
+            with the fastest. "server", a `Server`, or its text, such as "server:servers=2": by
+            servers, which own the parameters and update them. Or how weights are averaged
+            instead, every few steps: "average", an `Average`, or its text, such as
+            "average:every=50,outer=diloco".
         wire: how float32 gradients are encoded between machines, with "notified": "fp32",
             unchanged; "bf16", half of the bytes; or "int8", a quarter. With "average", how
             changes of weights are: also "int4", an eighth, or "topk:0.02", the largest 2%.
@@ -110,19 +101,26 @@ def parallelize(
     require_world(world, "paceline.parallelize()")
     activities = world._run.context.activities
     with errors_name_arguments(), activities.call("paceline.parallelize()"):
-        session = world._session
         run = world._run
         context = world._run.context
         world._end.require_open("paceline.parallelize()")
-        if not isinstance(sync, str | Average):
-            raise ConfigError(f"sync is {sync!r}; it must be a text, or a paceline.Average(…).")
+        if not isinstance(sync, str | Average | Server):
+            raise ConfigError(
+                f"sync is {sync!r}; it must be a text, a paceline.Average(…) or a "
+                "paceline.Server(…)."
+            )
         if not isinstance(wire, str):
             raise ConfigError(f"wire is {wire!r}; it must be a text.")
         if buffers not in _BUFFERS:
             raise ConfigError(f"buffers is {buffers!r}; it must be one of {', '.join(_BUFFERS)}.")
-        average = sync if isinstance(sync, Average) else parse_average(sync)
+        method = _read_sync(sync)
+        average = method if isinstance(method, Average) else None
+        server = method if isinstance(method, Server) else None
+        if average is not None:
+            method = "average"
         arguments: dict[str, Any] = {
-            "sync": sync if average is None else "average",
+            "sync": "server" if server is not None else method,
+            "num_servers": 1 if server is None else _servers(server, run.store),
             "wire": wire,
             "update": update,
             "transport": transport,
@@ -136,19 +134,19 @@ def parallelize(
         optimizers: Sequence[Optimizer] = [_checked_optimizer(one) for one in given]
         _check(models, optimizers, world)
         share = BatchShare()
-        pairs = make_pairs(models, optimizers, world._pairs, config, share, average, buffers)
+        pairs = make_pairs(models, optimizers, world._models.pairs, config, share, average, buffers)
         whole = pairs[0].model
-        number = f" {len(world._pairs) + 1}" if world._pairs else ""
-        session.require_equal(
+        number = f" {len(world._models.pairs) + 1}" if world._models.pairs else ""
+        world._session.agree(
             f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}
         )
         facts = {} if average is None else average.facts()
         kinds = ", ".join(type(one).__name__ for one in optimizers)
-        session.require_equal(
+        world._session.agree(
             f"optimizer{number}",
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
-        session.require_equal(f"parameter groups{number}", _group_facts(whole, optimizers))
+        world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers))
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             run.open("data", "layers")
@@ -157,8 +155,8 @@ def parallelize(
             if not sync_bn and world.rank == 0:
                 print_message_for_scripts(synchronised_note(synchronised))
         for pair in pairs:
-            _restore(pair, world)
-        _bind(pairs, world)
+            world._models.restore(pair)
+        world._loop.use(world._models.bind(pairs))
         served = average is not None and average.through == "server"  # which is reached by TCP
         notes = [] if served else config.idle_on_one_machine
         if len(context.world.generation.workers_per_machine) == 1 and world.rank == 0:
@@ -167,69 +165,18 @@ def parallelize(
     return model, optimizer
 
 
-def _bind(pairs: Sequence[Pair], world: World) -> None:
-    """Bind further pairs, and those of earlier calls with them; collective."""
-    earlier = world._pairs
-    bound = world._bound
-    run = world._run
-    everything = [*earlier, *pairs]
-    replicas: list[Replica] = []
-    if len(everything) == 1:
-        replicas.append(_replicate(pairs[0], world))
-    else:
-        if world._loop.replica is not None:
-            world._loop.replica.drain()
-        bound.close()
-        for index, pair in enumerate(everything):
-            config = world._start.keep_bucket_size(pair.config, index)
-            grouped = replicate_grouped(pair, index, run, config)
-            bound.callback(grouped.close)
-            replicas.append(grouped)
-    for index, replica in enumerate(replicas):
-        for note in world._start.restore_exchange(replica, index):
-            if world.rank == 0 and index >= len(earlier):
-                print_message_for_scripts(note)
-    world._bind(replicas, everything)
+def _read_sync(sync: str | Average | Server) -> str | Average | Server:
+    """Read the text of averaging or of servers; return the name of another exchange as it is."""
+    if not isinstance(sync, str):
+        return sync
+    return parse_average(sync) or parse_server(sync) or sync
 
 
-def _replicate(pair: Pair, world: World) -> Replica:
-    """Bind the only pair."""
-    run = world._run
-    session = world._session
-
-    def report(note: str | Message) -> None:
-        run.recorder.event("note", text=as_arguments(note))
-        print_message_for_scripts(note)
-
-    if pair.average is not None:
-        averaged = average_weights(pair.model, pair.optimizer, run, pair.config, pair.average)
-        world._bound.callback(averaged.close)
-        return averaged
-    setting = TrialSetting(folder=session.run, report=report)
-    config = world._start.keep_bucket_size(pair.config)
-    replica = replicate(
-        pair.model, pair.optimizer, run, config, pair.share, setting, buffers=pair.buffers
-    )
-    world._bound.callback(replica.close)  # also where an error or an interrupt follows
-    return replica
-
-
-def _restore(pair: Pair, world: World) -> None:
-    """Restore a pair's state from the checkpoint, and give all ranks rank 0's optimizer state."""
-    model, optimizer = pair.entries
-    saved_objects: dict[str, Any] = {model: pair.model} if pair.scope.first else {}
-    saved_objects[optimizer] = pair.optimizer
-    world._start.given.add_optimizer(optimizer, pair.optimizer, pair.model)
-    world._start.restore(saved_objects)
-    # Schedules that were tracked before their optimizer was known: its rate may be edited.
-    schedules = world._tracked.objects.items()
-    world._tracked.restore(
-        {name: one for name, one in schedules if getattr(one, "optimizer", None) is pair.optimizer}
-    )
-    _broadcast_optimizer_state(pair.optimizer, world)
-    if world._session.run is not None:
-        for name, saved in saved_objects.items():
-            refuse_foreign(f"{name}.state_dict()", saved.state_dict())
+def _servers(server: Server, store: Store | None) -> int:
+    """Return the number of servers: the one given, or that of those that a launcher has started."""
+    if server.servers is not None:
+        return server.servers
+    return 1 if store is None else started_servers(store) or 1
 
 
 def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
@@ -242,9 +189,10 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
             )
     config = SyncConfig(**arguments)
     check_shares(config, world._run.context.along("data").size)
-    if world._pairs and world._pairs[0].config.shares != config.shares:
+    pairs = world._models.pairs
+    if pairs and pairs[0].config.shares != config.shares:
         raise ConfigError(
-            f"shares is {config.shares!r}, but was {world._pairs[0].config.shares!r} in an earlier "
+            f"shares is {config.shares!r}, but was {pairs[0].config.shares!r} in an earlier "
             "call of paceline.parallelize(): all models train the same batches; pass the same."
         )
     if world.device.type == "cuda":
@@ -288,7 +236,7 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: 
         )
     if not models or not optimizers:
         raise ConfigError("paceline.parallelize() got an empty list: give what is to be trained.")
-    refuse_shared(models, optimizers, world._pairs)
+    refuse_shared(models, optimizers, world._models.pairs)
     for model in models:
         _check_model(model, world)
     model_parameters = {p for model in models for p in model.parameters()}
@@ -343,12 +291,3 @@ def _group_facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
         for place, name in enumerate(names):
             facts[f"parameter {place} of the optimizer's group {number}"] = name
     return facts
-
-
-def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
-    """Broadcast the state of rank 0's optimizer, if it has any."""
-    communicator = world._run.context.group("data", "steps")
-    own = optimizer.state_dict() if communicator.rank == 0 and optimizer.state else None
-    state = broadcast_state(communicator, own, "the broadcast of rank 0's optimizer state")
-    if state is not None and communicator.rank > 0:
-        optimizer.load_state_dict(state)

@@ -32,11 +32,11 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_bytes, gather_texts
 from paceline.errors import CommError
-from paceline.generation.run import Run
 from paceline.replica.group import AnyReplica
 from paceline.run.steps import Steps
+from paceline.session.session import Session
 
-_MEETING = "the comparison of the ranks' places in the script, after a loss"
+_COMPARISON = "the comparison of the ranks' places in the script, after a loss"
 
 
 class Place(IntEnum):
@@ -69,35 +69,42 @@ class Rollback:
     """Return of a script's loop to a snapshot, after a peer is lost.
 
     Args:
+        session: makes the steps.
         position: the run's position.
         end: the world's end, where the run can't continue.
-        run: the run.
 
     Attributes:
-        steps: the steps of the model; None: there is no model yet.
         error: reports the lost peer, until the loader goes back to a snapshot; None: none is lost.
         moved: whether the ranks have changed since the loader's last batch, without a return.
         entered: whether this rank has entered a later generation.
         outcome: of this rank's last call that all ranks make.
     """
 
-    def __init__(self, position: SamplePosition, end: WorldEnd, run: Run) -> None:
+    def __init__(self, session: Session, position: SamplePosition, end: WorldEnd) -> None:
+        self._session = session
         self._position = position
         self._end = end
-        self._run = run
+        self._run = session.run
         self._behind = False  # other ranks are at a later place
         self._evaluated: tuple[int, int] | None = None  # after that number of steps; its place
-        self.steps: Steps | None = None
         self.error: CommError | None = None
-        self.moved = self.entered = False
+        self.moved = False
+        self.entered = False
         self._in_step = False  # the loss was noticed in a step, which is to be made again
         self.outcome: Outcome | None = None
 
     @property
+    def _steps(self) -> Steps | None:
+        """The steps of the model; None: there is no model yet."""
+        return self._session.steps
+
+    @property
     def possible(self) -> bool:
         """Whether the loop continues where a peer is lost; the same on all ranks."""
-        known = self.steps is not None and self._position.order is not None
-        return known and self.steps is not None and self.steps.recovery.survives
+        steps = self._steps
+        if steps is None or self._position.order is None:
+            return False
+        return steps.recovery.survives
 
     def lose(self, error: CommError, *, in_step: bool = False) -> None:
         """Leave a generation that has lost a peer; raise its error where the run can't continue.
@@ -108,9 +115,9 @@ class Rollback:
         """
         if self.error is not None:  # this is what follows from it
             return
-        if self.steps is None or self._position.order is None:
+        if self._steps is None or self._position.order is None:
             raise error
-        self.steps.lose(error)
+        self._steps.lose(error)
         self._in_step = in_step
         self.error = error
 
@@ -124,10 +131,10 @@ class Rollback:
 
     def go_back(self) -> None:
         """Go back to a snapshot, and enter the next generation."""
-        assert self.steps is not None
+        assert self._steps is not None
         assert self.error is not None
         with self._end.exit_on_stop():
-            self.steps.recovery.go_back(self.error)
+            self._steps.recovery.go_back(self.error)
         if self._run.leads:
             number = self._position.position.number
             print_message_for_scripts(
@@ -147,10 +154,10 @@ class Rollback:
             the loader's next batch goes back to an earlier one.
         """
         self.lose(error)
-        if self.steps is None or self._in_step or not self.steps.holds_present:
+        if self._steps is None or self._in_step or not self._steps.holds_present:
             return False
         with self._end.exit_on_stop():
-            if not self.steps.recovery.go_back(error, unchanged=True):
+            if not self._steps.recovery.go_back(error, unchanged=True):
                 return False
         self._note_entered()
         self.moved = True
@@ -205,7 +212,7 @@ class Rollback:
 
     def _gather_places(self, place: int) -> list[int]:
         communicator = self._run.context.group("all", "steps")
-        return list(map(int, gather_texts(communicator, str(int(place)), _MEETING)))
+        return list(map(int, gather_texts(communicator, str(int(place)), _COMPARISON)))
 
     def _share_outcome(self, places: Sequence[int]) -> None:
         """Give the ranks that are behind the outcome of their call, from a rank that has it.
@@ -219,7 +226,7 @@ class Rollback:
             state = io.BytesIO()
             torch.save((own.place, own.value.cpu()), state)
             data = state.getvalue()
-        for each in gather_bytes(self._run.context.group("all", "steps"), data, _MEETING):
+        for each in gather_bytes(self._run.context.group("all", "steps"), data, _COMPARISON):
             if each and not data:
                 place, value = torch.load(io.BytesIO(each), weights_only=True)
                 self.outcome = Outcome(place, value)

@@ -18,24 +18,26 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
-from paceline.api.meter import Meters
+from paceline.api.meters import Meters
 from paceline.api.rollback import Outcome, Place, Rollback
 from paceline.api.sample_position import SamplePosition
+from paceline.api.script_models import ScriptModels
 from paceline.api.world_end import WorldEnd
 from paceline.comm.communicator import gather_counts, require_same_call
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError, many
-from paceline.generation.run import Run
 from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.last_comparison import evaluated_apart
 from paceline.run.small_slices import SmallSlices
 from paceline.run.steps import Steps, Stop
+from paceline.session.session import Session
+from paceline.session.training import Training
 
 _NEXT_EPOCH = "the begin of the loader's epoch"
 _EPOCH_END = "the end of the loader's epoch"
@@ -90,17 +92,13 @@ class ScriptLoop:
     """Loop of a script, which makes the steps of its models.
 
     Args:
-        run: the run, whose recorder receives the events of steps.
+        session: makes the steps, whose events its run's recorder receives.
+        models: the models.
         position: the run's position.
         end: the world's end.
-        begin: called once, when the first step begins.
 
     Attributes:
-        steps: the steps of the models; None: there is no model yet.
-        replica: the model's replica, or those of several, likewise.
-        models: the models.
         loaders: the number of loaders that were made.
-        begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
         meters: what the script's meters have added up.
         evaluated: how many loaders of evaluations this rank has iterated to the end alone.
@@ -108,47 +106,59 @@ class ScriptLoop:
 
     def __init__(
         self,
-        run: Run,
+        session: Session,
+        models: ScriptModels,
         position: SamplePosition,
         end: WorldEnd,
-        begin: Callable[[], None],
     ) -> None:
-        self._run = run
+        self._session = session
+        self._run = session.run
+        self._models = models
         self._position = position
         self._end = end
-        self._begin = begin
-        self.steps: Steps | None = None
-        self.replica: AnyReplica | None = None
-        self.rollback = Rollback(position, end, run)
+        self.rollback = Rollback(session, position, end)
         self.loaders = 0
-        self.begun = False
         self.evaluated = 0
-        self.meters = Meters(run.context.device)
+        self.meters = Meters(session.device)
         self._reported_apart = False  # that some ranks have evaluated alone
         self._reported_written = False  # that weights were written between two steps
-        self.models: Sequence[nn.Module] = ()
         self._small = SmallSlices(
-            run,
+            session.run,
             position.position,
             (
                 "pass drop_last=True or another batch_size to paceline.loader()",
                 "sync_bn=True to paceline.parallelize()",
             ),
         )
-        self._in_step = False  # a step is active
-        self._repeats = False  # it trains the batch of the last one too
-        self._failed = False  # an error ended the last step
+        self._repeats = False  # the active step trains the batch of the last one too
 
-    def use(self, steps: Steps) -> None:
-        """Make steps of the models from now on."""
-        self.steps = self.rollback.steps = steps
+    @property
+    def steps(self) -> Steps | None:
+        """The steps of the models; None: there is no model yet."""
+        return self._session.steps
+
+    @property
+    def replica(self) -> AnyReplica | None:
+        """The model's replica, or those of several as one; None: there is no model yet."""
+        return self._models.replica
+
+    @property
+    def begun(self) -> bool:
+        """Whether this process has begun its first step."""
+        return self._models.begun
+
+    def use(self, training: Training) -> None:
+        """Watch the optimizers and replicas of the models that are bound."""
+        for pair, replica in zip(training.pairs, training.replicas, strict=True):
+            self._session.bound.callback(self._refuse_outside(pair.optimizer, replica))
+            replica.peer_loss_handler = self
 
     def _fix_meters(self, steps: Steps) -> None:
         """Let steps sum the meters that there are, from the first one on."""
         self._position.use_sums(self.meters.names)
         self.meters.begin(steps)
 
-    def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
+    def _refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
         """Refuse updates without an exchange before them; return what undoes that."""
         step = optimizer.step
 
@@ -166,22 +176,22 @@ class ScriptLoop:
     @property
     def in_step(self) -> bool:
         """Whether a step is active."""
-        return self._in_step
+        return self._models.in_step
 
     @property
     def collects(self) -> bool:
         """Whether what meters get now is of a step that ends later."""
-        return (self._in_step and not self._repeats) or bool(self._position.waiting)
+        return (self._models.in_step and not self._repeats) or bool(self._position.waiting)
 
     @property
     def exchanging(self) -> bool:
         """Whether a step is active whose gradient exchange isn't complete."""
-        return self._in_step and self.replica is not None and self.replica.exchanging
+        return self._models.in_step and self.replica is not None and self.replica.exchanging
 
     @property
     def step_number(self) -> int:
         """The number of the active step, or of the last one; 0 before the first one."""
-        return max(0, self._position.position.number - (self._repeats or not self._in_step))
+        return max(0, self._position.position.number - (self._repeats or not self._models.in_step))
 
     def step(self, samples: int | None, weight: float | None) -> AbstractContextManager[ScriptStep]:
         """Make a step; as `World.step`."""
@@ -214,7 +224,7 @@ class ScriptLoop:
         except BaseException as error:
             if self._leave_step(error) is None:
                 raise
-            self._in_step = True  # its block still runs
+            self._models.in_step = True  # its block still runs
             return None
 
     def _begin_step(self, steps: Steps, samples: int | None, weight: float | None) -> _BegunStep:
@@ -222,13 +232,12 @@ class ScriptLoop:
         batch_slice, earlier = self._position.next_slice(samples, weight)
         self._fix_meters(steps)
         if not self.begun:
-            self._begin()
-            self.begun = True
-        self._in_step = True
-        self._failed = True
+            self._models.begin()
+        self._models.in_step = True
+        self._models.failed = True
         own = batch_slice.computed
         sums = steps.begin(batch_slice, further=self._repeats)
-        small = self._small.in_step(self.models, self._position.order, own.stop - own.start)
+        small = self._small.in_step(self._models.models, self._position.order, own.stop - own.start)
         small.__enter__()
         return _BegunStep(batch_slice, earlier, sums, small)
 
@@ -248,7 +257,7 @@ class ScriptLoop:
                 ended = self._end_step(step, error)
         except BaseException as raised:
             ended = raised
-        self._in_step = False
+        self._models.in_step = False
         lost = None if ended is None else self._leave_step(ended)
         if ended is not error and lost is None:
             assert ended is not None
@@ -266,7 +275,7 @@ class ScriptLoop:
         if not self._repeats:
             self.meters.take(step.sums)
         self.steps.end(step.sums)
-        self._failed = False
+        self._models.failed = False
         self._record(step.earlier, self.steps.generation)
         self._position.mark_trained(None if self._position.order is None else step.batch_slice)
         self._report_written()
@@ -278,13 +287,13 @@ class ScriptLoop:
         Raises:
             PacelineError, SystemExit, KeyboardInterrupt: as `WorldEnd.leave`.
         """
-        self._in_step = False
+        self._models.in_step = False
         if self.steps is not None:
             self.steps.abandon()
         if isinstance(error, CommError):
             with self._end.exit_on_stop():
                 self.rollback.lose(error, in_step=True)
-            self._failed = False  # the loader yields the batch again
+            self._models.failed = False  # the loader yields the batch again
             return error
         if isinstance(error, PacelineError | Stop):
             self._end.leave(error)
@@ -315,7 +324,7 @@ class ScriptLoop:
 
     def _begin_epoch(self) -> int:
         if self._position.unfinished:
-            self.discard_batches()
+            self._models.discard_batches()
         self._position.waiting.clear()  # slices of an iteration that was left early
         another = self._position.next_is_another
         if self.steps is not None:
@@ -469,7 +478,7 @@ class ScriptLoop:
             CommError: a peer is lost, and the others can't continue.
         """
         rollback = self.rollback
-        if self._in_step or not rollback.possible:
+        if self._models.in_step or not rollback.possible:
             return make()
         lost: CommError | None = rollback.error
         place = 0
@@ -578,15 +587,6 @@ class ScriptLoop:
                 self.steps.save()
         return self.steps.rescue()
 
-    def discard_batches(self) -> None:
-        """Discard what batches have left in model and optimizer that no step has trained."""
-        if self.replica is not None and (self._failed or self._position.waiting):
-            self.replica.discard_batches()
-
-    def rescue(self, leaderless: bool = False) -> int | None:
-        """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""
-        return None if self.steps is None else self.steps.rescue(leaderless)
-
     def require_replica(self, call: str) -> AnyReplica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""
         if self._end.closed:
@@ -608,7 +608,7 @@ class ScriptLoop:
     def require_between_steps(self, call: str) -> Steps:
         """Return the model's steps; raise ConfigError if one is active, or none can follow."""
         steps = self.require_steps(call)
-        if self._in_step:
+        if self._models.in_step:
             raise ConfigError(f"{call} was called inside a step: call it between steps.")
         if self.broken:
             raise ConfigError(
@@ -635,7 +635,7 @@ class ScriptLoop:
     @property
     def broken(self) -> bool:
         """Whether the loop has ended in the middle of a step, or was stopped."""
-        return self._failed or self._end.stopped
+        return self._models.failed or self._end.stopped
 
     def _record(self, earlier: Sequence[BatchSlice], generation: int) -> None:
         """Record the slices that a step trained besides its own."""

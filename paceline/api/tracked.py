@@ -9,15 +9,15 @@ must pass the objects in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.session import Start
+from paceline.session.session import Session
 from paceline.state.stateful import Restorable
 
 TRACKED = "tracked"
@@ -31,14 +31,14 @@ class Tracked:
     """Registry of the objects passed to `world.track()`, whose state is in checkpoints.
 
     Args:
-        start: where the run starts: its checkpoint has the objects' states.
+        session: knows where the run starts: its checkpoint has the objects' states.
 
     Attributes:
         objects: the objects, by name.
     """
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.objects: dict[str, Restorable] = {}
 
     def add(self, named: Mapping[str, Restorable]) -> None:
@@ -50,30 +50,36 @@ class Tracked:
         """
         for name, tracked in named.items():
             self._check(name, tracked)
-            self._start.given.add_object(name, tracked)
+            self._session.start.given.add_object(name, tracked)
             self.restore({name: tracked})
             self.objects[name] = tracked
 
     def restore(self, named: Mapping[str, Restorable]) -> None:
         """Restore objects from the checkpoint, if there is one; as `add`."""
-        state = self._start.edited
+        state = self._session.start.edited
         for name, tracked in named.items() if state is not None else ():
             _restore(name, tracked, (state or {}).get(TRACKED, {}))
 
-    def begin(self) -> None:
-        """Require that all states of the checkpoint are restored, and release them.
+    def restore_schedules_of(self, optimizer: Optimizer) -> None:
+        """Restore the schedules of an optimizer; as `restore`."""
+        objects = self.objects.items()
+        self.restore(
+            {name: one for name, one in objects if getattr(one, "optimizer", None) is optimizer}
+        )
+
+    def require_all(self) -> None:
+        """Require that all states of the checkpoint are restored.
 
         Raises:
             ConfigError: an object isn't tracked.
         """
-        saved = (self._start.state or {}).get(TRACKED, {})
+        saved = (self._session.start.state or {}).get(TRACKED, {})
         missing = [name for name in saved if name not in self.objects]
         if missing:
             raise ConfigError(
                 f"the checkpoint has the state of {missing[0]}, which isn't tracked: pass the same "
                 "objects to world.track() before the first step."
             )
-        self._start = replace(self._start, state=None)
 
     @property
     def scalers(self) -> list[GradScaler]:

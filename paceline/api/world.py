@@ -12,12 +12,8 @@ or an evaluation, belongs to the earlier epoch and is repeated if the run stops 
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,47 +21,20 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
-from paceline.api.argument_names import (
-    as_arguments,
-    errors_name_arguments,
-    print_message_for_scripts,
-)
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.cell_errors import CellErrors
 from paceline.api.meter import Meter
-from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ScriptLoop, ScriptStep
-from paceline.api.session import Session
-from paceline.api.tracked import TRACKED, Tracked
+from paceline.api.script_models import ScriptModels
+from paceline.api.script_process import ScriptProcess
 from paceline.api.world_end import WorldEnd
-from paceline.cluster.supervision.supervisor import print_message, save_after
-from paceline.cluster.supervision.worker import reporting_lost_supervisor
 from paceline.comm.communicator import require_same_call, total
-from paceline.data.drawn_order import DrawnOrder
-from paceline.errors import CommError, ConfigError, Message, ReplicasDiffer, many
-from paceline.generation.run import Run
+from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.checksums import code_of
-from paceline.replica.group import ReplicaGroup
-from paceline.replica.replica import Replica
-from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.last_comparison import LastState, post_and_compare
-from paceline.run.steps import Steps
-from paceline.run.worker_speeds import WorkerSpeeds
-from paceline.session import Start
-from paceline.session.connect import begin_votes
-from paceline.session.resume.durable_start import DurableStart
-from paceline.session.resume.edits import GIVEN
-from paceline.snapshots.backup import SnapshotBackup
-from paceline.snapshots.checkpoint_restore import restore_checkpoint
-from paceline.snapshots.durable_files import DurableFiles
-from paceline.snapshots.objects import StateObjects
-from paceline.snapshots.position import Position
-from paceline.snapshots.schedule import SavePolicy
-from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.session.session import Session
 from paceline.state.stateful import Restorable
-from paceline.wiring.pairs import Pair, refuse_missing
 
 
 class World:
@@ -75,31 +44,16 @@ class World:
     block; otherwise, at the end of the script. In a notebook it stays open until the next world.
     """
 
-    def __init__(self, session: Session, run: Run, start: Start) -> None:
+    def __init__(self, process: ScriptProcess, session: Session) -> None:
+        self._process = process
         self._session = session
-        self._run = run
-        self._start = start  # without the checkpoint from the first step on
-        start.given.tracked_entry = TRACKED
-        self._tracked = Tracked(start)
-        errors = CellErrors(interactive=session.interactive_signals.enabled)
-        self._position = SamplePosition(start.position, run, errors)
-        start.restore({"course": self._position})
-        self._pairs: list[Pair] = []  # a model and an optimizer each
-        self._bound = session.resources.enter_context(ExitStack())  # what binds them; replaceable
-        self._writer: CheckpointWriter | None = None
-        self._end = WorldEnd(session, run, self._position)
-        self._loop = ScriptLoop(run, self._position, self._end, self._begin)
-        self._backup: SnapshotBackup | None = None
-        if run.membership.survives:
-            self._backup = SnapshotBackup(run.membership)
-            session.resources.callback(self._backup.close)
-        session.exit_handler.rescue = self._rescue
-        if session.run is not None and threading.current_thread() is threading.main_thread():
-            interactive = session.interactive_signals
-            signals = interactive if interactive.enabled else session.signals
-            session.resources.enter_context(signals.received(self._rescue))
-        self._end.close_at_exit(self.close)
-        set_open_world(self)
+        self._run = session.run
+        errors = CellErrors(interactive=process.interactive_signals.enabled)
+        self._position = SamplePosition(session.position, session.run, errors)
+        self._models = ScriptModels(session, self._position)
+        self._end = WorldEnd(process, session, self._models)
+        self._loop = ScriptLoop(session, self._models, self._position, self._end)
+        self._end.begin(self)
 
     @property
     def rank(self) -> int:
@@ -368,12 +322,10 @@ class World:
                 "world.track() was called after the first step: call it before the first step, so "
                 "that the state can be restored."
             )
-        self._tracked.add({**self._tracked.default_names(objects), **named})
-        with errors_name_arguments():  # a new scheduler has reset the optimizers' rates
-            self._start.restore({pair.entries[1]: pair.optimizer for pair in self._pairs})
-        if self._loop.replica is not None and self._loop.replica.rounds is not None:
-            workers = self._run.context.along("data")
-            self._start.restore_optimizer(self._pairs[0].optimizer, workers)
+        tracked = self._models.tracked
+        tracked.add({**tracked.default_names(objects), **named})
+        with errors_name_arguments():
+            self._models.restore_optimizers()
 
     def log(self, **values: float | Tensor) -> None:
         """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
@@ -417,7 +369,7 @@ class World:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         call = "world.checkpoint()"
-        if self._session.run is None:
+        if self._session.folder is None:
             raise ConfigError(f"{call} needs a run folder: pass run=… to paceline.join().")
         if self._loop.rollback.error is not None:
             return
@@ -457,15 +409,12 @@ class World:
         used = not self._loop.parameters_unused  # before `finish`, which uses them
         try:
             self._loop.finish()
-            session = self._session
             present = self._run.context.world.generation
-            session.membership.activities.close()
-            session.membership.leave()
-            lasted = present.token == session.joined.group.generation.token
-            if (
-                lasted and not self._session.exit_handler.requested_status
-            ):  # else the status explains the end
-                self._session.post_end(self.steps)  # `drain` may wait as long as a peer that asks
+            self._session.leave()
+            lasted = present.token == self._process.joined.group.generation.token
+            # Otherwise the status explains the end.
+            if lasted and not self._process.exit_handler.requested_status:
+                self._process.post_end(self.steps)  # `drain` may wait as long as a peer that asks
                 with suppress(CommError):  # nothing to compare where a peer has gone
                     differ = self._compare_last(used=used)
                 self._note_unmerged()
@@ -479,8 +428,8 @@ class World:
             self._fail(*sys.exc_info())
             raise
         self._end.release(None, None, None)
-        self._session.exit_handler.restore_hooks()
-        self._session.joined.process_end.close()
+        self._process.exit_handler.restore_hooks()
+        self._process.joined.process_end.close()
 
     def _note_unmerged(self) -> None:
         """Print a note on rank 0 if the merged weights lack the last steps."""
@@ -509,7 +458,7 @@ class World:
         checksums = loop.steps.last_checksums()
         if checksums is None:
             return None
-        joined = self._session.joined
+        joined = self._process.joined
         evaluated = 0 if loop.rollback.entered else loop.evaluated
         own = LastState(steps=self.steps, code=code_of(checksums), used=used, evaluated=evaluated)
         report = print_message_for_scripts
@@ -525,11 +474,11 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
-            self._session.exit_handler.post_exit_status()
+            self._process.exit_handler.post_exit_status()
             self.close()
         else:
-            if self._session.interactive_signals.enabled:
-                self._end.print_saved(self._loop.rescue())
+            if self._end.interactive and self._loop.steps is not None:
+                self._end.print_saved(self._loop.steps.rescue())
             self._fail(kind, error, traceback)
 
     def _fail(
@@ -539,204 +488,8 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         """Save the newest state in memory, while it can be recorded, and close all resources."""
-        self._rescue(error)
+        self._end.rescue(error)
         self._end.release(kind, error, traceback)
-
-    def _end_for_next(self) -> None:
-        """Close this world, because the cell that joins runs again; say what is saved.
-
-        Raises:
-            CommError, CheckpointError: as `close`.
-        """
-        try:
-            self.close()
-        finally:
-            self._loop.discard_batches()
-        run = self._session.run
-        saved = ""
-        if run is not None and self.rank == 0:
-            steps = Checkpoints(run, self._session.output.keep_checkpoints).newest_step()
-            if steps is not None:
-                saved = f"; its state after {many(steps, 'step')} is saved in {run}"
-        print_message(f"the world that was still open is closed{saved}.")
-
-    def _rescue(self, error: BaseException | None = None) -> str:
-        """Save the newest state in memory, from any thread; return a sentence for the user.
-
-        Args:
-            error: why the script ends; None: a signal.
-        """
-        run = self._session.run
-        if run is None:
-            return ""
-        if error is not None and not self._loop.begun:  # nothing new to save, or to resume
-            if self._session.folder is not None and isinstance(error, ConfigError):
-                self._session.folder.discard()
-            return ""
-        return save_after(error, run, self._loop.rescue, first_here=self.local_rank == 0)
-
-    def _bind(self, replicas: Sequence[Replica], pairs: Sequence[Pair]) -> None:
-        """Make steps of these models and optimizers from now on; for each pair its replica."""
-        session = self._session
-        for one, pair in zip(replicas, pairs, strict=True):
-            self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
-            one.on_loss = self._loop.lose_between_steps
-        several = len(replicas) > 1
-        replica = ReplicaGroup(replicas) if several else replicas[0]
-        self._loop.replica = replica
-        self._pairs = list(pairs)
-        self._loop.models = [pair.model for pair in pairs if pair.scope.first]
-        self._position.several = several
-        output = session.output
-        averaged = replica.rounds is not None
-        if session.run is not None and self._writer is None:
-            self._writer = CheckpointWriter(
-                Checkpoints(session.run, output.keep_checkpoints),
-                constant={"config": session.identity, GIVEN: self._start.given.entries},
-                membership=self._run.membership,
-                files=self._durable_files(session.run),
-                report=print_message,
-            )
-        snapshots = StepSnapshots(
-            self._run,
-            replica,
-            self._state_objects(),
-            enabled=output.snapshots,
-            interval=self._position.position.snapshot_interval,
-            limit_mb=output.snapshot_memory_mb,
-            check=output.replica_check,
-            report=print_message_for_scripts,
-            backup=self._backup,
-        )
-        self._position.measured = pairs[0].config.shares == "measured"
-        # Workers that average don't wait in each step; a GPU's waits aren't measured.
-        speeds = WorkerSpeeds(
-            self._run,
-            self._position.position,
-            measured=self._position.measured,
-            report=self._report,
-        )
-        first_step_checks = None
-        if self.world_size > 1:
-            first_step_checks = FirstStepChecks(
-                self._run,
-                list(dict.fromkeys(pair.model for pair in pairs)),
-                self._report,
-                gpu=session.device.type == "cuda",
-                averaged=averaged,
-            )
-            self._bound.callback(first_step_checks.close)
-        steps = Steps(
-            replica,
-            self._run,
-            self._writer,
-            seed=session.seed,
-            position=self._position.position,
-            policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
-            stopping=lambda: session.signals.status != 0,
-            check_sums=lambda number, sums: None,
-            value_count=0,
-            device=session.device,
-            snapshots=snapshots,
-            durable=self._durable_start(snapshots.objects, replicas),
-            speeds=None if averaged or session.device.type != "cpu" else speeds,
-            first_step_checks=first_step_checks,
-        )
-        self._loop.use(steps)
-
-    def _durable_files(self, folder: Path) -> DurableFiles | None:
-        """Return what reports this member's checkpoints to the others; None: none survives."""
-        if self._backup is None:
-            return None
-        return DurableFiles(self._run.membership.frames, self._backup, folder)
-
-    def _durable_start(
-        self, objects: StateObjects, replicas: Sequence[Replica]
-    ) -> DurableStart | None:
-        """Return what goes back to the durable state; None without a run folder."""
-        session = self._session
-        if session.run is None:
-            return None
-
-        def report(sentence: str) -> None:
-            self._run.recorder.event("note", text=sentence)
-            if self._run.leads:
-                print_message(sentence)
-
-        return DurableStart(
-            self._run,
-            session.run,
-            session.output,
-            session.identity,
-            restore=partial(restore_checkpoint, objects=objects),
-            replicas=lambda: replicas,
-            report=report,
-            refusal=_refusal,
-            given=self._start.given,
-        )
-
-    def _report(self, note: Message) -> None:
-        """Record a note, and print it."""
-        self._run.recorder.event("note", text=as_arguments(note))
-        print_message_for_scripts(note)
-
-    def _state_objects(self) -> StateObjects:
-        """Return what snapshots and checkpoints have, all pairs together."""
-        first, *others = self._pairs
-        return StateObjects(
-            model=first.model,
-            optimizer=first.optimizer,
-            tracked=self._tracked.objects,
-            saved={"course": self._position},
-            tracked_entry=TRACKED,
-            scope=first.scope,
-            entries=first.entries,
-            local_buffers=first.buffers == "local",
-            others=[
-                StateObjects(
-                    model=pair.model,
-                    optimizer=pair.optimizer,
-                    scope=pair.scope,
-                    entries=pair.entries,
-                    local_buffers=pair.buffers == "local",
-                )
-                for pair in others
-            ],
-        )
-
-    def _begin(self) -> None:
-        """Begin this start's first step."""
-        steps = self._loop.steps
-        replica = self._loop.replica
-        order = self._position.order
-        assert steps is not None
-        assert replica is not None
-        self._tracked.begin()
-        refuse_missing(self._pairs, self._start.state)
-        for note in self._start.given.notes(self._start.state or {}):
-            self._run.recorder.event("note", text=as_arguments(note))
-            if self.rank == 0:
-                print_message_for_scripts(note)
-        if steps.speeds is not None and order is not None:
-            steps.speeds.batch_size = order.batch_size
-        if steps.first_step_checks is not None:
-            steps.first_step_checks.divided = order is not None
-        for scaler in self._tracked.scalers:
-            replica.follow(scaler.get_scale)
-        steps.recovery.record_start(
-            self._start.origin,
-            samples=order and order.samples,
-            steps=order and order.steps,
-            epochs=None,  # only the script has this number
-            batch=order and order.batch_size,
-            model=", ".join(pair.name for pair in self._pairs if pair.scope.first),
-            device=self.device.type,
-            **({"drawn": True} if isinstance(order, DrawnOrder) else {}),
-        )
-        self._start = replace(self._start, state=None)
-        if order is not None and steps.recovery.survives:
-            begin_votes(self._run)
-            self._session.resources.enter_context(reporting_lost_supervisor(self._session.run))
 
 
 def require_world(world: object, call: str) -> None:
@@ -750,16 +503,3 @@ def require_world(world: object, call: str) -> None:
             f"{call} got {type(world).__name__} as world=: pass the world that paceline.join() "
             "returns."
         )
-
-
-def _refusal(reached: Position, back: Position) -> str:
-    """Return why a script's loop can't go back to a checkpoint; "" if it can.
-
-    The script counts its epochs, and what it does between two of them isn't repeated.
-    """
-    if back.epoch == reached.epoch:
-        return ""
-    return (
-        f"the newest checkpoint is of epoch {back.epoch + 1}, and the script's loop is in epoch "
-        f"{reached.epoch + 1}"
-    )

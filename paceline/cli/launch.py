@@ -17,11 +17,14 @@ from pathlib import Path
 import torch
 
 from paceline.cli.flags import parse, takes
+from paceline.cli.server_command import server_command
 from paceline.cluster.environment import note_for_supervisor
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.server_registration import PARAMETERS
 from paceline.cluster.supervision import parent_death_watchdog as parent_death_watchdog
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
-from paceline.cluster.supervision.supervisor import print_message, supervise
+from paceline.cluster.supervision.supervisor import supervise
 from paceline.config.launch import LaunchConfig
 from paceline.errors import ConfigError
 
@@ -39,6 +42,8 @@ examples:
   (on the second machine, give --shard_id 1):
     paceline launch -n 2 --num_shards 2 --shard_id 0 --run_id first
         --file_store_path /shared/meet -- python train.py
+  two workers and a parameter server, for a script with sync="server":
+    paceline launch -n 2 --num_servers 1 -- python train.py
 """
 _EXAMPLE = "paceline launch -n 2 -- python train.py"
 
@@ -64,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
     plan = replace(plan, runs_command=True, requires_join=True)
     if note := note_for_supervisor(plan.machines, plan.workers):
         print_message(note)
-    return supervise(plan, guarded, open_endpoint=MachineEndpoint)
+    servers = None
+    if config.num_servers and plan.machine == 0:
+        servers = server_command(PARAMETERS, config.num_servers)
+    return supervise(plan, guarded, servers=servers, open_endpoint=MachineEndpoint)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,10 @@ from paceline.version import VERSION
 COMMANDS = {
     "train": ("paceline.cli.train", "train a model on one or more machines"),
     "launch": ("paceline.cli.launch", "run your own command in several worker processes"),
-    "serve": ("paceline.cli.serve", "merge the weights of a run's workers, as its server"),
+    "serve": (
+        "paceline.cli.serve",
+        "own a run's parameters, or merge its workers' weights",
+    ),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
     "status": (

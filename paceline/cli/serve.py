@@ -1,17 +1,17 @@
-"""`paceline serve`: merges the weights of a run's workers (`--average_through server`).
+"""`paceline serve`: a server of a run: owns parameters, or merges weights.
 
     a user starts it          it finds the run by its id, in the store of the rendezvous
     `paceline train` does     its environment names the store; it outlives its supervisor
 
-It holds no state of the run: checkpoints are the workers'. When it ends early, the workers save
-their state and end, and the run resumes with another server.
+Checkpoints are the workers', and so are snapshots, which have the state of the optimizer. When a
+parameter server ends early (`--sync server`), the workers continue without it. When an averaging
+server does (`--average_through server`), they save their state and end.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import FrameType
@@ -19,7 +19,8 @@ from types import FrameType
 from paceline.cli.flags import parse
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.print_message import print_message
+from paceline.cluster.rendezvous.deadline import Deadline, PrintedWaits
 from paceline.cluster.rendezvous.reachability import ProbeListener, own_addresses
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.rendezvous.registration import Registration
@@ -33,7 +34,6 @@ from paceline.cluster.rendezvous.server_registration import (
 )
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import open_store
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import (
     declare_survivable,
     end_process,
@@ -45,16 +45,24 @@ from paceline.errors import CommError, Message
 from paceline.server.serve import serve_generations
 
 DESCRIPTION = """\
-Merge the weights of a run's workers, as the server of --average_through server.
+Serve a run: update its parameters (--sync server), or merge its weights.
 
-The server trains nothing and needs no data. It ends when the run ends.
+Merging is --average_through server. A server trains nothing, and needs no data.
 
-When it ends early, the workers save their state, and the run ends too.
+It learns the model and the optimizer from the run, and ends when the run ends.
 
-Without --average_server apart, `paceline train` starts the server itself.
+When a parameter server ends early, the workers continue without it.
+
+When an averaging server does, they save their state, and the run ends too.
+
+`paceline train` starts the servers itself, without --parameter_servers apart.
 
 examples:
-  a run of two machines and its server on a third, which share a folder:
+  a run of two workers and its parameter server on another machine:
+    paceline serve --run_id third --master 10.0.0.5:29500
+    paceline train --train_data train-lmdb --num_workers 2 --sync server
+        --parameter_servers apart --run_id third --master 10.0.0.5:29500
+  two machines and their averaging server on a third, which share a folder:
     paceline serve --run_id first --file_store_path /shared/meet
     paceline train --train_data train-lmdb --sync average
         --average_through server --average_server apart --num_shards 2
@@ -83,11 +91,11 @@ def _serve_run(config: ServeConfig) -> int:
     plan = RunPlan.of(config.world, workers=1)
     assert plan.rendezvous is not None
     remedy = Message(
-        "start it with {--run_id} {}, {--sync} average, {--average_through} server and the same "
-        "rendezvous, or give a longer {--first_iter_timeout}",
+        "start it with {--run_id} {}, {--sync} server, or {--sync} average and {--average_through} "
+        "server, and the same rendezvous, or give a longer {--first_iter_timeout}",
         plan.run_id,
     )
-    deadline = Deadline(plan.first_iter_timeout, print_message, time.sleep, remedy)
+    deadline = Deadline(plan.first_iter_timeout, remedy, waits=PrintedWaits())
     with _ended_by_sigterm(), closing(ProbeListener()) as listener:
         own = Registration(
             process=ProcessIdentity.of_this_process(),
@@ -126,8 +134,11 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
     """
     end_with_supervisor()
     serving = False
+    signalled = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal signalled
+        signalled = number
         if not serving:
             end_process(128 + number)
 
@@ -135,6 +146,8 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
         nonlocal serving
         serving = value
         declare_survivable()  # as its workers do
+        if signalled and not serving:
+            end_process(128 + signalled)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -146,17 +159,21 @@ def _serve_supervised(environment: WorkerEnvironment) -> int:
             port=0,
         )
         limit = environment.first_iter_timeout
-        deadline = Deadline(limit, no_report, time.sleep, "check the output of the workers")
+        deadline = Deadline(limit, "check the output of the workers")
         with closing(RegisteredServer(store, own)) as registered:
             registered.register(environment.run_id, deadline)
             invitation = await_invitation(registered, environment.run_id, deadline)
             assert invitation is not None
             serve_generations(
-                registered, invitation, limit=limit, report=no_report, set_serving=set_serving
+                registered, invitation, limit=limit, report=_report_nothing, set_serving=set_serving
             )
     except BaseException as error:
         end_process(report_error(environment, error))
     return 0
+
+
+def _report_nothing(line: str) -> None:
+    """Leave it to the supervisor to report what ends the run."""
 
 
 @contextmanager

@@ -19,14 +19,17 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
+from paceline.cli.server_command import server_command
 from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.formed_run import FormedRun, finish_orphaned
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.registered_machine import deregister_orphaned
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.server_registration import AVERAGING, PARAMETERS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.requests.member_record import (
@@ -35,11 +38,12 @@ from paceline.cluster.supervision.requests.member_record import (
 )
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
-from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
+from paceline.cluster.supervision.server_command import ServerCommand
+from paceline.cluster.supervision.supervisor import finished_sentence, supervise
 from paceline.cluster.supervision.worker import is_orphaned, run_worker
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
-from paceline.session import check
+from paceline.session.checks import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
@@ -117,8 +121,6 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
     for text in [*alone, *notes(config, gpus), *check(config, gpus)]:
         print_message(text)
     command = [sys.executable, "-m", "paceline.cli.main"]
-    averaging = config.average
-    serves = averaging.average_through == "server" and plan.machine == 0
     with ExitStack() as stack:
 
         def formed(run: FormedRun) -> None:
@@ -141,7 +143,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
             formed=formed,
             finish=folder.finish,
             open_endpoint=MachineEndpoint,
-            server=[*command, "serve"] if serves and averaging.average_server == "run" else (),
+            servers=_servers(config) if plan.machine == 0 else None,
         )
         if status == ConfigError.status:
             folder.discard()
@@ -169,16 +171,29 @@ def _work(config: TrainConfig, environment: WorkerEnvironment, group: Group, sto
         folder.close()
 
 
+def _servers(config: TrainConfig) -> ServerCommand | None:
+    """Return the command of the servers that machine 0 starts; None: there are none."""
+    if config.sync.sync == "server" and config.sync.parameter_servers == "run":
+        return server_command(PARAMETERS, config.sync.num_servers)
+    if config.average.average_through == "server" and config.average.average_server == "run":
+        return server_command(AVERAGING, 1)
+    return None
+
+
 def _check_server(config: TrainConfig) -> None:
     """Require that a server that runs apart can find the run."""
-    world = config.world
-    if config.average.average_server == "apart" and RunPlan.of(world, workers=1).rendezvous is None:
+    flags = {
+        "average_server": config.average.average_server,
+        "parameter_servers": config.sync.parameter_servers,
+    }
+    apart = next((flag for flag, place in flags.items() if place == "apart"), None)
+    if apart is not None and RunPlan.of(config.world, workers=1).rendezvous is None:
         raise ConfigError(
-            flag="average_server",
+            flag=apart,
             value="apart",
             rule="the server finds the run by a rendezvous",
             remedy=Message(
                 "add {--file_store_path}, {--redis_host}, {--redis_url}, {--etcd} or {--master}, "
-                "and give paceline serve the same, or leave out {--average_server}"
+                f"and give paceline serve the same, or leave out {{--{apart}}}"
             ),
         )

@@ -25,14 +25,15 @@ from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world
 from paceline.cluster.launchers.launchers import command_of
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
-from paceline.cluster.supervision.supervisor import finished_sentence, print_message
+from paceline.cluster.supervision.supervisor import finished_sentence
 from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
-from paceline.session import check
+from paceline.session.checks import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 _RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "etcd", "master")

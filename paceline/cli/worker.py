@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import Store
+from torch.optim import SGD
 
-from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.stores.failure_report import FailureReport
-from paceline.cluster.supervision.requests.run_presence import RunPresence
-from paceline.cluster.supervision.requests.run_status import RunStatus
+from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import print_message, save_after, saved_sentence
 from paceline.config.train import TrainConfig
-from paceline.errors import ServerLost
-from paceline.observe.loss_history import LossHistory
-from paceline.observe.speed_recorder import SpeedRecorder
+from paceline.generation.notes import Notes
 from paceline.run.steps import Stop
-from paceline.session import (
-    Start,
-    build_recorder,
-    build_trace,
-    build_trainer,
-    find_start,
-    report_recovery,
-)
-from paceline.session.agreement import agree_on_inputs, agree_on_model
-from paceline.session.connect import begin_votes, connect_run
+from paceline.session.agreement import agree_on_inputs
+from paceline.session.command_trainer import build_trainer
+from paceline.session.recorders import record_training
+from paceline.session.resume.machine_folders import first_of_machine
+from paceline.session.session import Session
+from paceline.session.sources import cores_per_worker, open_sources, write_class_names
+from paceline.state.run_folder import record_edits
 from paceline.state.weights import weights_files
 from paceline.trainer import Trainer
-
-_TERMINATED = 143  # the status where another worker received the signal
+from paceline.wiring.connections import refuse_shared_gpu
 
 
 def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = False) -> Group:
@@ -59,111 +49,93 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         SystemExit: a worker of the run received a signal to stop; the run's state is saved.
     """
     with uncollected():
-        wiring.import_optimizers()
-    folder = Path(config.output.output_dir, config.world.run_id)
-    device = wiring.device_of(config, group.local_rank)
-    torch.set_num_threads(wiring.cores_per_worker(group.local_world_size))
-    signals = StopSignals()
-    with ExitStack() as stack:
-        sources = wiring.open_sources(config)
-        stack.callback(sources.close)
+        SGD([torch.zeros((), requires_grad=True)], lr=0)  # which imports as much again as torch
+    torch.set_num_threads(cores_per_worker(group.local_world_size))
+    with ExitStack() as resources:
+        sources = open_sources(config)
+        resources.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        run = connect_run(
-            group,
-            store,
-            stack,
-            device=device,
-            limits=(config.world.first_iter_timeout, config.world.timeout),
-            survives=survives and config.output.snapshots,
-            signals=signals,
-            options=_options(config),
-            report=print_message,
-        )
-        membership = run.membership
-        wiring.refuse_shared_gpu(run.context.sharing, config.sync.sync)
-        start = find_start(config.output, folder, config.identity(), run)
-        run.trace = build_trace(config.output, run, folder)
-        speed = SpeedRecorder()
-        losses = LossHistory(partial(report_recovery, run))
-        run.recorder = build_recorder(config, run, folder, start, speed, losses)
-        stack.callback(run.recorder.close)
-        if run.leads:
-            wiring.write_class_names(folder, sources)
-        trainer = build_trainer(
-            config,
-            run,
-            sources,
-            device,
-            folder,
-            start,
-            stopping=lambda: signals.status != 0,
-            agree=partial(agree_on_model, config, group, store),
-        )
-        stack.callback(trainer.replica.close)
-        stack.callback(trainer.resources.close)
-        _announce(config, trainer, start)
-
-        def report() -> RunStatus:
-            return RunStatus.of(
-                run.context.world.generation,
-                trainer.steps.position.number,
-                total_steps=trainer.epochs * trainer.train.steps,
-                samples_per_second=speed.samples_per_second(),
-                losses=losses.losses,
-            )
-
-        presence = RunPresence.of_member(folder, group.member, report=report)
-        stack.callback(presence.close)
-        begin_votes(run)
+        device = _device_of(config, group.local_rank)
+        session = open_session(config, device, resources, survives=survives)
+        session.connect(group, store)
+        run = session.run
+        refuse_shared_gpu(run.context.sharing, config.sync.sync)
+        session.resume()
+        record_training(config, session)
+        if run.leads and session.folder is not None:
+            write_class_names(session.folder, sources)
+        trainer = build_trainer(config, session, sources)
+        _record_start(config, session, trainer)
+        session.answer_requests()
+        session.begin()
         try:
-            ended = _run(trainer, signals, folder)
-        except ServerLost:  # on all workers: that this one ends is no loss
-            membership.leave()
-            raise
+            ended = _run(trainer, session)
         except Exception as error:
-            membership.leave(FailureReport.of(error))
+            session.leave(error)
             raise
-        run.context.activities.close()
-        membership.leave()
+        session.leave()
         if not ended:
-            sys.exit(signals.status or _TERMINATED)
-        position = trainer.steps.position
-        files = weights_files(folder, config.model.weights_name)
-        run.recorder.event(
-            "end",
-            generation=trainer.steps.generation,
-            best=position.best,
-            best_epoch=position.best_epoch,
-            weights=[str(path) for path in files if path.is_file()],
-        )
+            sys.exit(session.exit_status)
+        _record_end(session, trainer)
         return run.context.world
 
 
-def _options(config: TrainConfig) -> EvidenceOptions:
+def open_session(
+    config: TrainConfig, device: torch.device, resources: ExitStack, *, survives: bool = False
+) -> Session:
+    """Make the session of a worker, which isn't connected yet.
+
+    Args:
+        config: the flags.
+        device: this worker's.
+        resources: closes what the session opens.
+        survives: the loss of another worker doesn't end this one.
+    """
     world = config.world
-    return EvidenceOptions(
-        peer_timeout=world.peer_timeout, timeout=world.timeout, idle_timeout=world.idle_timeout
+    return Session(
+        device=device,
+        timeouts=(world.first_iter_timeout, world.timeout),
+        silence=EvidenceOptions(
+            peer_timeout=world.peer_timeout, timeout=world.timeout, idle_timeout=world.idle_timeout
+        ),
+        survives=survives and config.output.snapshots,
+        folder=Path(config.output.output_dir, world.run_id),
+        output=config.output,
+        identity=config.identity(),
+        seed=config.optim.seed,
+        signals=StopSignals(),
+        notes=Notes(),
+        resources=resources,
     )
 
 
-def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
+def _device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Return the device of a machine's worker."""
+    if config.world.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if config.world.gpu_numbers:
+        return torch.device("cuda", config.world.gpu_numbers[local_rank])
+    if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
+        return torch.device("cuda", 0)
+    return torch.device("cuda", local_rank)
+
+
+def _run(trainer: Trainer, session: Session) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
-    first = trainer.steps.position.number
+    first = session.position.number
 
     def rescue(error: BaseException | None = None) -> str:
-        if error is not None and trainer.steps.position.number == first:
-            return ""  # nothing new to save, or to resume
-        first_here = trainer.steps.run.context.world.local_rank == 0
-        return save_after(error, folder, trainer.steps.rescue, first_here=first_here)
+        # Before the first step ends there is nothing new to save, or to resume.
+        unchanged = error is not None and session.position.number == first
+        return "" if unchanged else session.rescue(error)
 
-    with signals.received(rescue):
+    with session.signals.received(rescue):
         try:
             trainer.run()
             ended = True
         except Stop:
             ended = False
-            if trainer.steps.run.leads:
-                print_message(saved_sentence(folder, trainer.steps.position.number))
+            session.print_stopped()
         except BaseException as error:
             if saved := rescue(error):
                 print_message(saved)
@@ -172,9 +144,10 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
         return ended
 
 
-def _announce(config: TrainConfig, trainer: Trainer, start: Start) -> None:
-    trainer.steps.recovery.record_start(
-        start.origin,
+def _record_start(config: TrainConfig, session: Session, trainer: Trainer) -> None:
+    if first_of_machine(session.run.context.world):
+        record_edits(trainer.folder, config.identity())
+    session.record_start(
         model=config.model.name,
         device=trainer.device.type,
         samples=trainer.train.samples,
@@ -183,5 +156,17 @@ def _announce(config: TrainConfig, trainer: Trainer, start: Start) -> None:
         labels=trainer.num_labels,
         batch=config.global_batch,
     )
-    for note in start.notes:
-        trainer.steps.run.recorder.event("note", text=note)
+    for note in session.start.notes:
+        session.run.note(note)
+
+
+def _record_end(session: Session, trainer: Trainer) -> None:
+    position = session.position
+    files = weights_files(trainer.folder, trainer.weights_name)
+    session.run.recorder.event(
+        "end",
+        generation=trainer.steps.generation,
+        best=position.best,
+        best_epoch=position.best_epoch,
+        weights=[str(path) for path in files if path.is_file()],
+    )

@@ -11,7 +11,6 @@ From there on all is the same: ranks, addresses, a store, a job token, and how t
 from __future__ import annotations
 
 import secrets
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.launchers import command_of, to_be_unset
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.process_identity import ProcessIdentity
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.launcher_store import open_rendezvous
 from paceline.cluster.rendezvous.process_rendezvous import form_world
@@ -35,7 +35,6 @@ from paceline.cluster.supervision.process_end import (
     ProcessEnd,
     SupervisedEnd,
 )
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.supervisor_file import SupervisorFileLock
 from paceline.cluster.supervision.worker import read_world
 from paceline.comm.addresses import loopback
@@ -143,13 +142,11 @@ def join_world(
             process_end=ProcessEnd(),
         )
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
-    report = _WaitReport(launched)
-    deadline = Deadline(first_iter_timeout, report, time.sleep, remedy, quiet=_QUIET_S)
+    waits = _LaunchedWaits(launched)
+    deadline = Deadline(first_iter_timeout, remedy, waits=waits, quiet=_QUIET_S)
     if environment.note and launched.rank == 0:
         print_message(environment.note)
-    server, job_space = open_rendezvous(
-        launched, rendezvous, interface_names, first_iter_timeout, print_message
-    )
+    server, job_space = open_rendezvous(launched, rendezvous, interface_names, first_iter_timeout)
     world = form_world(job_space, launched, interface_names, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
@@ -183,7 +180,7 @@ def _take_place(worker: WorkerEnvironment) -> SupervisorFileLock:
     return place
 
 
-class _WaitReport:
+class _LaunchedWaits:
     """Report of a start that waits long, under a launcher: one line on each machine.
 
     With many processes, a line on what each waits for, whenever that changes, would be many lines.
@@ -196,16 +193,16 @@ class _WaitReport:
         self._launched = launched
         self._reported = launched.local_rank > 0
 
-    def __call__(self, line: str) -> None:
+    def report(self, awaited: str) -> None:
         """Print the line, if it is the first one."""
         if self._reported:
             return
         self._reported = True
         launched = self._launched
         print_message(
-            f"{line}: {command_of(launched.launcher)}'s variables say that this process is rank "
-            f"{launched.rank} of {launched.world_size}. To train alone, start it without them: "
-            f"{to_be_unset(launched.launcher)}"
+            f"waiting for {awaited}: {command_of(launched.launcher)}'s variables say that this "
+            f"process is rank {launched.rank} of {launched.world_size}. To train alone, start it "
+            f"without them: {to_be_unset(launched.launcher)}"
         )
 
 

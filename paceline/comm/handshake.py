@@ -25,10 +25,10 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 FRAMES = b"F"  # kind of a connection
 BEATS = b"B"
@@ -176,19 +176,25 @@ class DialerGreeting(Greeting):
         return self._digest(b"dialer")
 
 
+class ConnectionPolicy(Protocol):
+    """Protocol of what decides whether an authenticated dialer's connection is wanted."""
+
+    def accepts(self, greeting: Greeting) -> bool:
+        """Return whether this side wants the connection of an authenticated greeting."""
+
+
 class ListenerGreeting(Greeting):
     """Greeting as the listener's side sees it.
 
     Args:
         me: this side.
-        accepts: called with an authenticated greeting; returns whether this side wants the
-            connection.
+        policy: decides on the connection.
     """
 
-    def __init__(self, me: Identity, accepts: Callable[[Greeting], bool]) -> None:
+    def __init__(self, me: Identity, policy: ConnectionPolicy) -> None:
         super().__init__(me.secret, _HELLO.size)
         self._name = me.name
-        self._accepts = accepts
+        self._policy = policy
 
     def _may_begin(self, message: bytes) -> bool:
         return bool(self._transcript) or _MAGIC.startswith(message[: len(_MAGIC)])
@@ -198,7 +204,7 @@ class ListenerGreeting(Greeting):
             return self._challenge(message)
         if not hmac.compare_digest(message, self._digest(b"dialer")):
             raise GreetingError(f"the process that claims to be {self.peer!r} lacks the secret")
-        if not self._accepts(self):
+        if not self._policy.accepts(self):
             raise GreetingError(f"a connection of {self.peer!r} is not expected")
         self._end()
         return _WELCOME
@@ -261,8 +267,8 @@ def authenticate(stream: socket.socket, me: Identity, peer: str, deadline: float
         ended = advance(stream, greeting)
 
 
-class Reception:
-    """Listening socket whose dialers are greeted side by side, and listeners that are dialed.
+class Handshakes:
+    """Handshakes that run side by side: with the dialers of a listening socket, and with listeners.
 
     None delays another. A greeting may take its time, because a process may be busy for longer than
     any limit here. That few dialers are unauthenticated at once bounds descriptors and memory.
@@ -270,17 +276,21 @@ class Reception:
     Args:
         server: the listening socket; doesn't block from now on.
         me: this side.
-        expects: returns whether a dialer of a name, which has proved it, is wanted.
-        expected: number of dialers that may rightly come at once.
+        expected: names of the dialers that are wanted, which may change; None: all.
+        count: number of dialers that may rightly come at once.
     """
 
     def __init__(
-        self, server: socket.socket, me: Identity, expects: Callable[[str], bool], expected: int
+        self,
+        server: socket.socket,
+        me: Identity,
+        expected: Container[str] | None,
+        count: int,
     ) -> None:
         self._server = server
         self._me = me
-        self._expects = expects
-        self._limit = expected + MAX_UNAUTHENTICATED
+        self._expected = expected
+        self._limit = count + MAX_UNAUTHENTICATED
         self._greetings: dict[socket.socket, Greeting] = {}
         self._dialers: dict[socket.socket, str] = {}  # their addresses, in order of age
         self._selector = selectors.PollSelector()  # has no descriptor that a child could inherit
@@ -316,6 +326,10 @@ class Reception:
                     return self._forget(stream).peer, stream
         raise TimeoutError("no authenticated process has connected in time")
 
+    def accepts(self, greeting: Greeting) -> bool:
+        """Return whether a dialer of this name, which it has proved, is expected."""
+        return self._expected is None or greeting.peer in self._expected
+
     def close(self) -> None:
         """Close the connections whose greeting hasn't ended."""
         for stream in list(self._greetings):
@@ -327,7 +341,7 @@ class Reception:
             stream, address = self._server.accept()
         except (BlockingIOError, ConnectionError):  # the dialer has gone
             return
-        self._add(stream, ListenerGreeting(self._me, lambda one: self._expects(one.peer)))
+        self._add(stream, ListenerGreeting(self._me, self))
         self._dialers[stream] = address[0] if address else ""  # a local socket's has none
         if len(self._dialers) > self._limit:
             self._drop(first_to_drop(self._dialers))

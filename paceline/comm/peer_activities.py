@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Protocol, Self
 
 LOOK_S = 1.0
 """Seconds of a wait before it looks at what the peers do, and between two looks."""
@@ -138,6 +138,13 @@ class WaitLimit:
             if self._extends:
                 self._ends_at += longer
         return now >= self._ends_at
+
+
+class Startup(Protocol):
+    """Protocol of waits whose timeout is longer until all ranks have made a first step."""
+
+    def end_startup(self) -> None:
+        """Use the timeout of later steps from now on."""
 
 
 class Timeout:

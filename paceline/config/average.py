@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
-from paceline.config.rules import positive, within
+from paceline.config.rules import positive, whole, within
+from paceline.config.world import ServerPlace
 from paceline.errors import ConfigError, Message, many
 
 Every: TypeAlias = int | str | Sequence[tuple[int, int]]
@@ -42,7 +43,6 @@ ARGUMENTS: Mapping[str, str] = {
 OuterName = Literal["mean", "easgd", "bmuf", "diloco", "sparseloco"]
 Momenta = Literal["keep", "reset", "average"]
 Through = Literal["workers", "server"]
-ServerPlace = Literal["run", "apart"]
 
 UNSET = -1.0
 """A number that isn't given; a run's configuration file can't hold None."""
@@ -208,10 +208,10 @@ def check_rounds(every: Every, fragments: int, delay: int | None) -> None:
         ConfigError: one breaks its rule.
     """
     longest = max(h for _, h in phases_of(every))
-    check_whole("fragments", fragments, 1)
+    whole("fragments", fragments, 1)
     if delay is None:
         return
-    check_whole("average_delay", delay, 0)
+    whole("average_delay", delay, 0)
     if delay >= longest:
         raise ConfigError(
             flag="average_delay",
@@ -273,17 +273,6 @@ def check_mix(mix: float | None, delay: int) -> None:
                 "allows it"
             ),
         )
-
-
-def check_whole(flag: str, value: object, low: int) -> None:
-    """Require a whole number of at least `low`.
-
-    Raises:
-        ConfigError: it isn't.
-    """
-    if type(value) is not int or value < low:
-        rule = f"must be a whole number of at least {low}"
-        raise ConfigError(flag=flag, value=value, rule=rule)
 
 
 def check_choice(flag: str, value: object, values: tuple[str, ...]) -> None:

@@ -20,6 +20,17 @@ def at_least(config: object, low: float, *flags: str, remedy: str = "") -> None:
             raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
 
 
+def whole(flag: str, value: object, low: int) -> None:
+    """Require a whole number of at least `low`.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if type(value) is not int or value < low:
+        rule = f"must be a whole number of at least {low}"
+        raise ConfigError(flag=flag, value=value, rule=rule)
+
+
 def within(flag: str, value: float, low: float, high: float, remedy: str = "") -> None:
     """Require `low <= value < high`.
 

@@ -68,7 +68,7 @@ class ServeConfig:
         """
         if not self.run_id:
             raise ConfigError(
-                "paceline serve needs --run_id, the name of the run whose weights it merges."
+                "paceline serve needs --run_id, the name of the run whose workers it serves."
             )
         if not self._rendezvous:
             raise ConfigError(

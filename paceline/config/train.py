@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -28,6 +28,15 @@ _OWN = frozenset(
         *("snapshots", "snapshot_memory_mb", "replica_check"),
         *("trace_steps", "tracker"),
         *("max_loss_at", "shares", "average_through", "average_server"),
+        *("num_servers", "parameter_servers"),
+    }
+)
+
+# Hyperparameters that a later start of a run may edit: from then on, they hold.
+_EDITABLE = frozenset(
+    {
+        *("base_learning_rate", "scale_lr", "lr_policy", "warmup_epochs"),
+        *("momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value", "max_loss"),
     }
 )
 
@@ -103,23 +112,43 @@ def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str
     """Return the first flag that makes a run another one, "" where it is the same.
 
     A flag that one of the two lacks has its default: the run began before the flag existed. More
-    epochs than before continue the same run, and so does one that skips bad records from now on:
-    the records before the first bad one are trained alike.
+    epochs than before continue the same run, and so do edited hyperparameters. So does a run that
+    skips bad records from now on: the records before the first bad one are trained alike.
 
     Args:
         known: identity of a run, as it was saved.
         wanted: identity of the run that is asked for.
     """
+    for name, before, now in _changes(known, wanted):
+        more = name == "num_epochs" and before is not None and now is not None and before <= now
+        skips = name == "bad_records" and (before, now) == ("stop", "skip")
+        if not (more or skips or name in _EDITABLE):
+            return name
+    return ""
+
+
+def edits(known: Mapping[str, object], wanted: Mapping[str, object]) -> dict[str, object]:
+    """Return the hyperparameters that a start edits, and the values that it is given.
+
+    Args:
+        known: identity of a run, as it was saved.
+        wanted: identity of the same run, as it is asked for now.
+    """
+    changes = _changes(known, wanted)
+    return {name: now for name, _, now in changes if name in _EDITABLE}
+
+
+def _changes(
+    known: Mapping[str, object], wanted: Mapping[str, object]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each flag that differs, with both values."""
     trains = "num_epochs" in known and "num_epochs" in wanted  # not so a run of a script
     for name in {**wanted, **known}:
         default = _defaults().get(name) if trains else None
         before = _plain(known.get(name, default))
         now = _plain(wanted.get(name, default))
-        more = name == "num_epochs" and trains and before <= now
-        skips = name == "bad_records" and (before, now) == ("stop", "skip")
-        if before != now and not (more or skips):
-            return name
-    return ""
+        if before != now:
+            yield name, before, now
 
 
 def _plain(value: Any) -> Any:

@@ -151,7 +151,7 @@ def without_password(url: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
-METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "average": 4}
+METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "server": 4, "average": 4}
 """Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
 `wiring.average` makes the last, `wiring.candidates` says which sizes auto tries."""
 
@@ -166,6 +166,13 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """Values of the options of an exchange; the first of each is the default."""
 
+_WITHOUT_SERVERS = {
+    "wire": "parameter servers get gradients uncompressed",
+    "update": "parameter servers update all parameters",
+    "transport": "parameter servers exchange by TCP",
+}
+"""Why an option of puts isn't one of parameter servers."""
+
 _CONNECTS = "allreduce makes its own connections, by Gloo or NCCL"
 _ALLREDUCE = {
     "wire": "allreduce sends gradients uncompressed",
@@ -174,6 +181,8 @@ _ALLREDUCE = {
     "connections": _CONNECTS,
 }
 """Why an option of puts isn't one of allreduce."""
+
+ServerPlace = Literal["run", "apart"]
 
 if TYPE_CHECKING:
     Sync: TypeAlias = str
@@ -195,6 +204,7 @@ class SyncConfig:
     sync: Sync = "auto"
     """Exchange method. allreduce: collectives (NCCL on GPUs, Gloo on CPUs). notified: one-sided
     puts (shared memory inside a machine, TCP between machines), without a barrier in a step.
+    server: parameter servers own the parameters, and update them by the workers' gradients.
     average: workers train locally and merge their weights every --average_every steps, by puts; not
     exact, for links that are too slow for an exchange in each step. auto: predict allreduce and
     notified with several bucket sizes from the first training steps, measure the best, report the
@@ -219,9 +229,18 @@ class SyncConfig:
     Use several if one cannot fill the link (high latency or packet loss). 0: with --sync auto,
     selected by autotuning; otherwise, one."""
 
+    num_servers: int = 1
+    """With --sync server, the number of parameter servers. Each owns an equal part of the
+    parameters. A resumed run may change it."""
+
+    parameter_servers: ServerPlace = "run"
+    """With --sync server, what starts the parameter servers. run: `paceline train`, on machine 0.
+    apart: a user, with `paceline serve`, on any machine. Under another launcher they are always
+    apart."""
+
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
-    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; average: 4)."""
+    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server and average: 4)."""
 
     shares: Shares = "equal"
     """How the workers divide the global batch. equal: all train as many samples. measured: in
@@ -231,6 +250,8 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")
+        at_least(self, 1, "num_servers")
+        self._check_servers()
         within("connections", self.connections, 0, 33)
         if self.sync != "average" and self.wire not in CHOICES["wire"]:
             names = ", ".join(CHOICES["wire"])
@@ -271,6 +292,29 @@ class SyncConfig:
                 )
             )
 
+    def _check_servers(self) -> None:
+        """Refuse servers without a use, and options that the exchange with servers doesn't have."""
+        for flag, default in (("num_servers", 1), ("parameter_servers", "run")):
+            if self.sync != "server" and getattr(self, flag) != default:
+                raise ConfigError(
+                    flag=flag,
+                    value=getattr(self, flag),
+                    rule=Message(
+                        "{--sync} {} exchanges gradients without parameter servers", self.sync
+                    ),
+                    remedy=Message("leave it out, or use {--sync} server"),
+                )
+        for flag, rule in _WITHOUT_SERVERS.items():
+            if self.sync == "server" and flag in self.put_options:
+                raise ConfigError(
+                    flag=flag,
+                    value=getattr(self, flag),
+                    rule=rule,
+                    remedy=Message(
+                        f"leave out {{--{flag}}}, or use {{--sync}} notified in place of server"
+                    ),
+                )
+
     @property
     def put_options(self) -> list[str]:
         """The options given that only puts have."""
@@ -292,7 +336,9 @@ class SyncConfig:
                 getattr(self, flag),
             )
             for flag in self.put_options
-            if flag in ("wire", "connections") and self.transport != "nixl"  # which shares none
+            if flag in ("wire", "connections")
+            and self.transport != "nixl"  # which shares none
+            and self.sync != "server"  # which is reached by TCP
         ]
 
     @property

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from paceline.data.order import Indices, Order
 from paceline.data.skipped_records import SkippedRecords
 from paceline.data.upload import Uploaded
 from paceline.errors import DataError
+from paceline.recorder import NullRecorder, Recorder
 
 _REMEDY = "Use --bad_records skip to leave out such records, or `paceline db info` to find them."
 
@@ -44,13 +45,11 @@ class Batch:
         labels: int64, shape (n,), on the device.
         place: the batch slice. If its `count` is 0, `images` holds a placeholder of weight 0:
             other slices' samples, or a blank image.
-        waited: seconds for which the caller waited for its samples.
     """
 
     images: Tensor
     labels: Tensor
     place: BatchSlice
-    waited: float
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class DatabaseLoader:
         order: the order in which each epoch reads the records.
         maker: makes the batches.
         skip_bad: whether to skip bad records instead of raising the error of the first one.
-        warn: called in the caller's thread with sentences about skipped records.
+        recorder: receives notes on skipped records, in the caller's thread.
         timeout: the longest time that `batch` waits, in seconds.
 
     Attributes:
@@ -113,13 +112,13 @@ class DatabaseLoader:
         maker: BatchMaker,
         *,
         skip_bad: bool = False,
-        warn: Callable[[str], object] = lambda text: None,
+        recorder: Recorder | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.order = order
         self._maker = maker
         self._timeout = timeout
-        self._skipped = SkippedRecords(warn) if skip_bad else None
+        self._skipped = SkippedRecords(recorder or NullRecorder()) if skip_bad else None
         self._begun: dict[BatchSlice, list[_Part]] = {}
         self._uses: Counter[Making] = Counter()  # parts that are begun
         self._indices: dict[int, Indices] = {}  # by epoch
@@ -156,7 +155,7 @@ class DatabaseLoader:
             raise
         self._release(parts, uploaded.copied)
         self._maker.taken(len(uploaded.labels), waited)
-        return Batch(images=uploaded.images, labels=uploaded.labels, place=place, waited=waited)
+        return Batch(images=uploaded.images, labels=uploaded.labels, place=place)
 
     def close(self) -> None:
         """Drop what was begun."""

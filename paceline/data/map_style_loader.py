@@ -115,18 +115,12 @@ class MappedLoader:
                 What the data set itself raises comes through as it is.
         """
         self._dataset.require_length(self._order.records)
-        rank_and_size = self._rank_and_size()
         order = self._order
-
-        def place_of(step: int) -> BatchSlice:
-            shares = self._shares(epoch * order.steps + step)
-            return order.place(epoch, step, *rank_and_size, shares, self._min_slice())
-
         workers = self._options["num_workers"]
-        asked = _Asked(order, epoch, place_of, range(first_step, order.steps))
+        asked = _Asked(self, order, epoch, range(first_step, order.steps))
         with self._batches(asked, epoch) as batches:
             for step in range(first_step, order.steps):
-                place = place_of(step)
+                place = asked.place(step)
                 asked.require(place)
                 made = None
                 # Batches that were asked for with the old shares come first, and are dropped.
@@ -135,6 +129,15 @@ class MappedLoader:
                         batch = next(batches)
                     made = asked.places.popleft()
                 yield place, batch
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Return this rank, and the number of ranks that share a global batch."""
+        return self._rank_and_size()
+
+    def place(self, epoch: int, step: int, rank: int, world_size: int) -> BatchSlice:
+        """Return a rank's present slice of a step's batch."""
+        shares = self._shares(epoch * self._order.steps + step)
+        return self._order.place(epoch, step, rank, world_size, shares, self._min_slice())
 
     def samples(self, epoch: int, positions: Iterable[Indices]) -> Generator[Any, None, None]:
         """Yield a batch of the samples at some positions of an epoch's order, for each of several.
@@ -185,21 +188,22 @@ class _Asked:
     """Batches that torch's DataLoader is asked for, as its batch sampler.
 
     Args:
+        loader: knows this rank's present slice of a step's batch.
         order: the order of the samples.
         epoch: the epoch's number.
-        place_of: returns this rank's present slice of a step's batch.
         steps: the steps to ask for.
 
     Attributes:
         places: the batches asked for and not yet yielded, in their order.
     """
 
-    def __init__(
-        self, order: Order, epoch: int, place_of: Callable[[int], BatchSlice], steps: range
-    ) -> None:
+    def __init__(self, loader: MappedLoader, order: Order, epoch: int, steps: range) -> None:
+        self._loader = loader
         self._order = order
+        self._epoch = epoch
         self._indices = order.epoch_indices(epoch)
-        self._place_of = place_of
+        # Of the epoch, which is divided among these ranks to its end.
+        self._rank_and_size = loader.rank_and_size()
         self._steps = steps
         self.places: deque[BatchSlice] = deque()
         self._next = steps.start
@@ -211,11 +215,15 @@ class _Asked:
         """Ask for the next step's batch."""
         if self._next >= self._steps.stop:
             raise StopIteration
-        place = self._place_of(self._next)
+        place = self.place(self._next)
         self._next += 1
         self.places.append(place)
         positions = np.arange(place.computed.start, place.computed.stop)
         return _asked(self._order, place.epoch, self._indices[place.computed], positions)
+
+    def place(self, step: int) -> BatchSlice:
+        """Return this rank's present slice of a step's batch."""
+        return self._loader.place(self._epoch, step, *self._rank_and_size)
 
     def require(self, place: BatchSlice) -> None:
         """Ask again from a step on, if its batch was asked for with other shares."""

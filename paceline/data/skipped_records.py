@@ -6,10 +6,11 @@ and ends with an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import DataError, many
+from paceline.recorder import Recorder
 
 _NAMED = 5  # records that are reported each by a line of its own
 _ENOUGH = 64  # records after which their kind can be judged
@@ -19,11 +20,11 @@ class SkippedRecords:
     """Counter and log of the bad records that one rank skips.
 
     Args:
-        warn: called with sentences about skipped records.
+        recorder: receives notes on skipped records.
     """
 
-    def __init__(self, warn: Callable[[str], object]) -> None:
-        self._warn = warn
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._named: set[int] = set()
         self._epoch = -1
         self._in_epoch: dict[int, DataError] = {}  # by number: a batch may be taken twice
@@ -44,7 +45,7 @@ class SkippedRecords:
                 text = f"a bad record: {error}"
                 if len(self._named) > _NAMED:
                     text = "more bad records; they are counted and no longer named."
-                self._warn(f"rank {rank} skips {text}")
+                self._note(f"rank {rank} skips {text}")
             self._last = error
         # A disk that fails, or a wrong --num_labels, makes
         # nearly all records bad, and few are no sign of it.
@@ -59,7 +60,10 @@ class SkippedRecords:
         self._in_epoch |= bad
         if self._in_epoch and place.step == place.steps - 1:
             first = next(iter(self._in_epoch.values()))
-            self._warn(
+            self._note(
                 f"rank {rank} skipped {many(len(self._in_epoch), 'bad record')} of epoch "
                 f"{place.epoch}, the first of them: {first}"
             )
+
+    def _note(self, text: str) -> None:
+        self._recorder.event("note", text=text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.generation.builder import Builder
 from paceline.generation.context import GenerationContext
+from paceline.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,12 @@ class Connector:
     Attributes:
         device: this rank's.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
+        timeline: this rank's, for all generations.
     """
 
     device: torch.device
     limits: tuple[float, float]
+    timeline: Timeline = field(default_factory=Timeline)
 
     def connect(
         self, group: Group, membership: Membership, builder: Builder, *, first: bool = False
@@ -51,6 +54,7 @@ class Connector:
             limits=limits,
             activities=membership.activities,
             mesh=builder.mesh(group.generation),
+            timeline=self.timeline,
         )
         connecting = partial(
             connect,

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Protocol, Self
 from weakref import WeakSet
@@ -24,17 +23,19 @@ import torch
 
 from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.protocol import Interruptible
-from paceline.comm.communicator import Communicator, gather_bytes
+from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities
 from paceline.comm.shared_gpus import find_sharing_ranks
-from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
+from paceline.generation.gathered_addresses import GatheredAddresses, Servers
 from paceline.generation.mesh import Mesh
 from paceline.generation.summaries import StepSummaries
-from paceline.timeline.step_trace import MARKS, Trace
+from paceline.timeline.timeline import Timeline
+from paceline.timeline.trace import MARKS
+from paceline.timeline.traced_window import TracedWindow
 
 # Purposes of groups whose tensors are where the ranks compute; those of all others are in this
 # machine's memory. A number behind a purpose tells those of several models apart: "rows/2".
@@ -44,32 +45,11 @@ _ON_DEVICES = ("gradients", "layers", "buffers", "rows")
 _WITH_STEPS = ("gradients", "buffers")
 
 
-class Waiting(Protocol):
-    """Protocol of what waits for peers, and is closed with its context.
-
-    Attributes:
-        waited: seconds that the training thread has waited for peers so far.
-    """
-
-    waited: float
+class Closable(Protocol):
+    """Protocol of what is closed with its context."""
 
     def close(self) -> None:
         """Release everything, without a wait; may be called again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerLink:
-    """Link to servers, which are the last ranks of a window.
-
-    Attributes:
-        address: the address of this machine at which the other ranks and the servers reach it.
-        publish: gives the servers what the ranks have gathered; called on rank 0.
-        count: the number of servers.
-    """
-
-    address: str
-    publish: Callable[[Sequence[str]], None]
-    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +59,14 @@ class WindowSpec:
     Attributes:
         transport: "tcp" or "nixl".
         connections: number of TCP connections to each rank of another machine.
-        trace: records the window's puts, if the run is traced.
         leaders: only the first worker of each machine has peers there: GPUs sum first.
         servers: are ranks of the window, behind all others; with "tcp".
     """
 
     transport: str = "tcp"
     connections: int = 1
-    trace: Trace | None = None
     leaders: bool = False
-    servers: ServerLink | None = None
+    servers: Servers | None = None
 
 
 class GenerationContext:
@@ -103,12 +81,14 @@ class GenerationContext:
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         activities: what the peers do while this rank waits for them.
         mesh: the ranks, by axes; None: each rank has a replica of the whole model.
+        timeline: this rank's; None: one for this context alone.
 
     Attributes:
         world: all ranks of the generation, as this one sees them.
         mesh: the ranks, by axes.
         limits: the timeouts.
         activities, device: as given.
+        timeline: measures this rank's waits, and follows the windows of a traced run.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks; once it is open.
     """
@@ -123,23 +103,24 @@ class GenerationContext:
         limits: tuple[float, float],
         activities: PeerActivities = NO_PEERS,
         mesh: Mesh | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.world = world
         self.limits = limits
         self.mesh = mesh or Mesh.of_data(world.generation)
         self.activities = activities
+        self.timeline = timeline or Timeline()
         self.device = device
         self.sharing: Sequence[int] = ()
         self._along: dict[str, Group] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._communicators: list[Communicator] = []
         self._windows = Counter[str]()  # that have been opened, by purpose
-        self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
         self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
         self._interrupted = False
-        self._interrupted_too: list[Interruptible] = []
-        self._kept: dict[str, Waiting] = {}
-        self._waited = 0.0
+        # Communicators, windows, and what waits for peers besides; their users close and drop them.
+        self._waits: WeakSet[Interruptible] = WeakSet()
+        self._kept: dict[str, Closable] = {}
 
     def open(
         self,
@@ -165,7 +146,9 @@ class GenerationContext:
         # A thread sends those of GPUs, in an order that nothing else keeps.
         own = self.device.type == "cuda" and self.world.size > 1
         reporting = self.group("all", "summaries" if own else "steps")
-        self.summaries = StepSummaries(reporting, self.device, self.limits, self.activities)
+        self.summaries = StepSummaries(
+            reporting, self.device, self.limits, self.activities, self.timeline
+        )
         return self
 
     def begin(self, generation: Generation) -> None:
@@ -211,17 +194,13 @@ class GenerationContext:
             connect = self._connect_gpus if kind in _ON_DEVICES else self._connect
             everyone = group.size == self.world.size
             name = purpose if everyone else f"{axis}/{group.ranks[0]}/{purpose}"
-            self._groups[key] = self._open(connect(group, name))
+            opened = connect(group, name)
+            self._groups[key] = opened
+            self._communicators.append(opened)
+            self.let_interrupt(opened)
             if axis == "machine":
-                self._begin_sums(self._groups[key])
+                self._begin_sums(opened)
         return self._groups[key]
-
-    def _open(self, communicator: Communicator) -> Communicator:
-        with self._interrupting:
-            self._communicators.append(communicator)
-            if self._interrupted:  # meanwhile
-                communicator.interrupt()
-        return communicator
 
     def _begin_sums(self, communicator: Communicator) -> None:
         """Make what later sums of a machine's GPUs need, while nothing else runs on these."""
@@ -237,33 +216,21 @@ class GenerationContext:
             self.group("data", purpose).end_startup()
         self.summaries.end_startup()
 
-    def keep(self, purpose: str, resource: Waiting) -> None:
-        """Close something with the context, and count its waits.
+    def keep(self, purpose: str, resource: Closable) -> None:
+        """Close something with the context.
 
         Args:
             purpose: what it is for; a later resource for the same purpose takes its place.
             resource: what is kept.
         """
-        self._waited += self._kept[purpose].waited if purpose in self._kept else 0.0
         self._kept[purpose] = resource
 
-    def interrupt_too(self, waits: Interruptible) -> None:
+    def let_interrupt(self, waits: Interruptible) -> None:
         """Let `interrupt` end further waits of this generation, at once where it was called."""
         with self._interrupting:
-            if waits not in self._interrupted_too:
-                self._interrupted_too.append(waits)
+            self._waits.add(waits)
             if self._interrupted:
                 waits.interrupt()
-
-    def add_wait(self, seconds: float) -> None:
-        """Count a wait of the training thread for its peers."""
-        self._waited += seconds
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the training thread has waited for its peers so far."""
-        kept = sum(resource.waited for resource in self._kept.values())
-        return self._waited + self.summaries.waited + kept
 
     def next_window(self, purpose: str) -> str:
         """Return the name of the next window for a purpose, unlike that of any other window."""
@@ -293,7 +260,7 @@ class GenerationContext:
         link = spec.servers
         servers = range(group.size, group.size + (0 if link is None else link.count))
         bootstrap = Bootstrap(
-            share=self._share if link is None else partial(self._share, publish=link.publish),
+            addresses=GatheredAddresses(self.group("all", "steps"), link),
             rank=group.rank,
             world_size=servers.stop,
             token=group.generation.token,
@@ -302,20 +269,17 @@ class GenerationContext:
             only=(group.rank,) if sharing is None else (*chain(*exchanging), *servers),
         )
         where = (group.address if link is None else link.address, size, notifications)
-        trace = spec.trace
+        traced = self.timeline.traced
         if spec.transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
             group_peers = (group.rank,) if sharing is None else sharing
-            how = (0 if trace is None else MARKS, spec.connections)
+            how = (MARKS if traced else 0, spec.connections)
             window = linked = connect_window(bootstrap, group_peers, *where, *how)
-            if trace is not None:
-                trace.follow(number, lambda: linked.moments)
-        window = window if trace is None else TracedWindow(window, number, trace)
-        with self._interrupting:
-            self._opened.add(window)
-            if self._interrupted:  # meanwhile
-                window.interrupt()
+            if traced:
+                self.timeline.follow(number, linked)
+        window = TracedWindow(window, number, self.timeline) if traced else window
+        self.let_interrupt(window)
         return window
 
     def interrupt(self) -> None:
@@ -325,11 +289,8 @@ class GenerationContext:
         """
         with self._interrupting:
             self._interrupted = True
-            interrupts = [one.interrupt for one in self._communicators]
-            interrupts += [one.interrupt for one in self._opened]
-            interrupts += [one.interrupt for one in self._interrupted_too]
-            for interrupt in interrupts:
-                interrupt()
+            for waits in self._waits:
+                waits.interrupt()
 
     def close(self) -> None:
         """End the connections after the last collectives have completed."""
@@ -353,22 +314,11 @@ class GenerationContext:
         with self._interrupting:
             ending = self._communicators
             self._communicators = []
+            self._waits.clear()
         with ExitStack() as ends:
             for communicator in ending:
                 ends.callback(how(communicator))
             for resource in self._kept.values():
                 ends.callback(resource.close)
             self._kept = {}
-            self._interrupted_too.clear()
             self.summaries.close()
-
-    def _share(
-        self, text: str, publish: Callable[[Sequence[str]], None] | None = None
-    ) -> list[str]:
-        """Gather a text from all ranks, by the communicator: the store may be gone by now."""
-        what = "the addresses of windows"
-        received = gather_bytes(self.group("all", "steps"), text.encode(), what)
-        texts = [data.decode() for data in received]
-        if publish is not None and self.world.rank == 0:
-            publish(texts)
-        return texts

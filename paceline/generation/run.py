@@ -11,11 +11,13 @@ from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import Lineage
 from paceline.cluster.membership.protocol import Membership
 from paceline.cluster.membership.static import StaticMembership
+from paceline.errors import Message
 from paceline.generation.builder import Builder
 from paceline.generation.connector import Connector
 from paceline.generation.context import GenerationContext
+from paceline.generation.notes import Notes
 from paceline.recorder import NullRecorder, Recorder
-from paceline.timeline.step_trace import Trace
+from paceline.timeline.timeline import Timeline
 
 
 class Leadership(Protocol):
@@ -40,8 +42,8 @@ class Run:
         connector: connects the ranks of a further generation; None: there is none.
         membership: says which processes are in the world.
         builder: says what each generation is made of.
-        recorder: receives spans, counts and events.
-        trace: recorder of the trace; None if the run is not traced.
+        recorder: receives events.
+        notes: phrases and shows what the user is to know.
         store: the store of the run's start; None: what needs it doesn't work.
     """
 
@@ -50,7 +52,7 @@ class Run:
     membership: Membership = field(default_factory=StaticMembership)
     builder: Builder = field(default_factory=Builder)
     recorder: Recorder = field(default_factory=NullRecorder)
-    trace: Trace | None = None
+    notes: Notes = field(default_factory=Notes)
     store: Store | None = None
 
     def __enter__(self) -> Self:
@@ -103,6 +105,17 @@ class Run:
         self.context = self.connector.connect(group, self.membership, self.builder)
         for axis, purpose in self.builder.purposes():
             self.context.group(axis, purpose)
+
+    def note(self, note: str | Message, *, shown: bool = True) -> None:
+        """Record a note for the user, and show it if it is `shown`."""
+        self.recorder.event("note", text=self.notes.text(note))
+        if shown:
+            self.notes.show(note)
+
+    @property
+    def timeline(self) -> Timeline:
+        """This rank's timeline, on which all generations are."""
+        return self.context.timeline
 
     @property
     def leads(self) -> bool:

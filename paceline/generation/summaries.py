@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import reduce
 from queue import SimpleQueue
 from threading import Thread
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from paceline.comm.communicator import Communicator, Ticket
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.errors import CommTimeout, ConfigError
+from paceline.timeline.timeline import WAIT_FOR_SUMMARY, Timeline
 
 NONE_ACKNOWLEDGED: Sequence[bool] = (
     False,
@@ -88,13 +88,13 @@ class StepSummaries:
         device: the device that computes the sums.
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
         activities: what the peers do, for which a device may wait.
+        timeline: measures the waits; None: nothing does.
 
     Attributes:
         communicator: connects the ranks.
         alone: whether this rank is the only one.
         lag: steps that a rank begins before it needs a step's summary: 1, because the summary still
             travels, or a GPU computes it; more where ranks may lead by several steps.
-        waited: seconds that this rank has waited for summaries of measured steps.
     """
 
     def __init__(
@@ -103,8 +103,10 @@ class StepSummaries:
         device: torch.device = _CPU,
         limits: tuple[float, float] = (60.0, 60.0),
         activities: PeerActivities = NO_PEERS,
+        timeline: Timeline | None = None,
     ) -> None:
         self.communicator = communicator
+        self._timeline = timeline or Timeline()
         self.alone = communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
         self._timeout = Timeout(*limits, activities)
@@ -113,7 +115,6 @@ class StepSummaries:
         if device.type != "cpu" and not self.alone:
             self._reports = SimpleQueue()
             Thread(target=self._send_reports, name="summaries", daemon=True).start()
-        self.waited = 0.0
 
     def allow_lead(self, steps: int) -> None:
         """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
@@ -182,11 +183,9 @@ class StepSummaries:
         """
         while self._pending and self._pending[0].step < before:
             pending = self._pending.popleft()
-            began = perf_counter() if pending.timed else 0.0
-            numbers = self._numbers(pending)
+            with self._timeline.span(WAIT_FOR_SUMMARY):
+                numbers = self._numbers(pending)
             ranks = self.communicator.world_size
-            if pending.timed:
-                self.waited += perf_counter() - began
             timed = len(numbers) - _MARKS - pending.timed  # where the times begin
             values = timed - pending.seen
             stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]

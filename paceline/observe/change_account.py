@@ -13,9 +13,9 @@ step, for the data loader, say. When the peer was lost isn't known here, so *det
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from paceline.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class ChangeAccount:
     """Account of one change after another, of the training thread.
 
     Args:
-        clock: returns seconds, by the machine's monotonic clock.
+        timeline: has the machine's monotonic clock.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._noticed = self._left = self._decided = self._restored = self._entered = 0.0
         self._began: float | None = None  # the first step
         self._first = self._lost = self._interval = 0  # steps
@@ -72,7 +72,7 @@ class ChangeAccount:
 
     def lose(self, step: int) -> None:
         """Note that the training thread has the error of a lost peer, in a step."""
-        self._noticed = self._clock()
+        self._noticed = self._timeline.now()
         # A loss in a replay comes before the step that is
         # still to be made good, which stays the lost one.
         self._lost = max(step, self._lost)
@@ -80,7 +80,7 @@ class ChangeAccount:
 
     def leave(self) -> None:
         """Note that the training thread waits for the decision from now on."""
-        self._left = self._clock()
+        self._left = self._timeline.now()
 
     def decide(self, detected_at: float | None) -> None:
         """Note that the next generation is known.
@@ -88,19 +88,19 @@ class ChangeAccount:
         Args:
             detected_at: when another thread of this process detected the loss; None: none did.
         """
-        self._decided = self._clock()
+        self._decided = self._timeline.now()
         if detected_at is not None:
             self._noticed = min(self._noticed, detected_at)
 
     def restore(self, step: int, interval: int) -> None:
         """Note that the snapshot before a step is restored; the next one is an interval later."""
-        self._restored = self._clock()
+        self._restored = self._timeline.now()
         self._first = step
         self._interval = interval
 
     def enter(self) -> ChangeTimes:
         """Note that the next generation is entered; return what it took."""
-        self._entered = self._clock()
+        self._entered = self._timeline.now()
         self._began = None
         self._replaying = True
         return ChangeTimes(
@@ -117,7 +117,7 @@ class ChangeAccount:
         """Note that a step begins; return what followed a change, if it is the lost step."""
         if not self._replaying:
             return None
-        now = self._clock()
+        now = self._timeline.now()
         if self._began is None:
             self._began = now
         if step < self._lost:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.text import Text
 
 from paceline.errors import many
+from paceline.observe.csv_log import CsvLog
 from paceline.observe.last_state import best_sentence
 from paceline.observe.progress_rate import ProgressRate, duration
 from paceline.observe.score_counter import BATCH_SUMS
@@ -57,9 +57,8 @@ class Console(NullRecorder):
         file: output stream; by default, standard output.
         terminal: whether `file` is a terminal; None: detected.
         width: number of columns of the terminal; None: detected.
-        log: the CSV log, whose path is shown.
-        shown: returns the last epoch whose line an earlier leader, or this one, has shown before
-            the run went back; it isn't shown again.
+        log: the CSV log. Its path is shown. The line of an epoch that it has a row of isn't shown:
+            an earlier leader, or this one before the run went back, has shown it.
         started: when the start of the run began, by the clock, where a later leader opens this;
             None: now.
         clock: returns seconds since an arbitrary origin.
@@ -71,15 +70,13 @@ class Console(NullRecorder):
         *,
         terminal: bool | None = None,
         width: int | None = None,
-        log: Path | None = None,
-        shown: Callable[[], int] = lambda: -1,
+        log: CsvLog | None = None,
         started: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
         self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
         self._log = log
-        self._shown_epoch = shown
         self._clock = clock
         self._shown = clock()
         self._started = self._shown if started is None else started
@@ -129,7 +126,7 @@ class Console(NullRecorder):
             f"{many(fields['epochs'], 'epoch')}."
         )
         if self._log is not None:
-            self._terminal.line(f"Log: {self._log}")
+            self._terminal.line(f"Log: {self._log.path}")
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
@@ -176,7 +173,7 @@ class Console(NullRecorder):
         self._rate.pause(self._shown)
         seen = self._samples
         self._samples = 0  # in this start of the run
-        if fields["epoch"] <= self._shown_epoch():
+        if self._log is not None and fields["epoch"] <= self._log.recorded:
             return
         parts = [  # without its speed where a lost leader has seen all of the epoch
             *([f"{seen / fields['seconds']:,.0f} images/s"] if seen else []),

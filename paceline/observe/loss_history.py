@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.requests.run_status import MemberLoss
+from paceline.generation.run import Leadership
 from paceline.recorder import NullRecorder
 
 
@@ -20,17 +22,12 @@ class LossHistory(NullRecorder):
         step: step.
 
     Args:
-        recovered: called with the generation's number and the seconds that its losses cost, once
-            they are known.
+        leadership: says whether this process is the leader, which prints what losses cost.
         clock: returns seconds since an arbitrary origin.
     """
 
-    def __init__(
-        self,
-        recovered: Callable[[int, float], None] = lambda generation, seconds: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._recovered = recovered
+    def __init__(self, leadership: Leadership, clock: Callable[[], float] = time.monotonic) -> None:
+        self._leadership = leadership
         self._clock = clock
         self._lock = threading.Lock()  # over the losses: the main thread adds, another one reads
         self._losses: list[MemberLoss] = []
@@ -78,4 +75,8 @@ class LossHistory(NullRecorder):
                 replace(loss, seconds=seconds) if loss.seconds is None else loss
                 for loss in self._losses
             ]
-        self._recovered(self._newest, seconds)
+        if self._leadership.leads:
+            print_message(
+                f"Generation {self._newest} made its first new step {seconds:.2f} s after the loss "
+                "was detected."
+            )

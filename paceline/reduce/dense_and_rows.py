@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.row_exchange import RowExchange
+from paceline.timeline.timeline import Timeline
 
 
 def dense_of(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -27,7 +27,7 @@ def with_rows(
     dense: Exchange,
     buckets: Sequence[Bucket],
     communicator: Communicator | None,
-    recorder: Recorder | None = None,
+    timeline: Timeline | None = None,
 ) -> Exchange:
     """Return an exchange of all buckets: `dense` itself where none is row-sparse.
 
@@ -35,7 +35,7 @@ def with_rows(
         dense: exchanges `dense_of(buckets)`, and the running statistics.
         buckets: all buckets.
         communicator: connects all ranks for rows alone; None: nothing does.
-        recorder: as that of `RowExchange`.
+        timeline: as that of `RowExchange`.
 
     Raises:
         ConfigError: a bucket is row-sparse, and there is no communicator for it.
@@ -49,7 +49,7 @@ def with_rows(
             "sparse=True at parallelize(): add such layers before parallelize(), or create them "
             "with sparse=False."
         )
-    rows = RowExchange([table.parameters[0] for table in tables], communicator, recorder)
+    rows = RowExchange([table.parameters[0] for table in tables], communicator, timeline)
     return DenseAndRows(dense, rows, len(buckets) - len(tables), len(tables))
 
 

@@ -37,6 +37,34 @@ def same_ranges(one: Ranges, other: Ranges) -> bool:
     return ranges[0] == ranges[1]
 
 
+def cut_range(
+    entry: tuple[int, int, Any], start: int, stop: int
+) -> tuple[int, int, dict[str, Any]] | None:
+    """Copy out of a parameter's range the values from `start` to `stop`; None: it has none."""
+    first, last, entries = entry
+    start = max(start, first)
+    stop = min(stop, last)
+    if start >= stop:
+        return None
+    inside = slice(start - first, stop - first)
+    return start, stop, {k: v[inside].clone() if divided(v) else v for k, v in entries.items()}
+
+
+def append_ranges(ranges: dict[str, tuple[int, int, Any]], more: Ranges) -> None:
+    """Append ranges to those of the same parameters, which end where they start."""
+    for name, (start, stop, entries) in more.items():
+        if name not in ranges:
+            ranges[name] = start, stop, entries
+            continue
+        first, last, own = ranges[name]
+        assert last == start
+        ranges[name] = (
+            first,
+            stop,
+            {k: torch.cat([v, entries[k]]) if divided(v) else v for k, v in own.items()},
+        )
+
+
 def join_ranges(name: str, template: Tensor, parts: Sequence[Ranges]) -> dict[str, Any]:
     """Join the ranks' ranges of one parameter.
 
@@ -66,21 +94,21 @@ def join_ranges(name: str, template: Tensor, parts: Sequence[Ranges]) -> dict[st
         if start > end:
             raise RankStateError("no part has them", parameter=name, start=end, stop=start)
         if not end:
-            entries = {k: v.new_empty(numel) if _divided(v) else v for k, v in own.items()}
+            entries = {k: v.new_empty(numel) if divided(v) else v for k, v in own.items()}
         common = min(end, stop)
         if own.keys() != entries.keys() or not all(
             torch.equal(entries[key][start:common], value[: common - start])
-            if _divided(value)
+            if divided(value)
             else entries[key] == value
             for key, value in own.items()
         ):
             raise RankStateError("the parts differ", parameter=name, start=start, stop=stop)
-        for key in filter(lambda key: _divided(own[key]), own):
+        for key in filter(lambda key: divided(own[key]), own):
             entries[key][start:stop] = own[key]
         end = max(end, stop)
     if end < numel:
         raise RankStateError("no part has them", parameter=name, start=end, stop=numel)
-    return {k: like(template, v) if _divided(v) else v for k, v in entries.items()}
+    return {k: like(template, v) if divided(v) else v for k, v in entries.items()}
 
 
 def agreed(values: Iterable[T]) -> T:
@@ -163,6 +191,10 @@ class RankState(Protocol):
     def scaled(self) -> bool:
         """Whether it follows the scale of the loss."""
 
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether it has parts of the optimizer's state."""
+
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take this rank's share of what `gather` returned, in this world or another.
 
@@ -209,6 +241,6 @@ class RankState(Protocol):
         """
 
 
-def _divided(value: Any) -> bool:
+def divided(value: Any) -> bool:
     """Return whether an entry of a parameter's state is a range of values."""
     return isinstance(value, Tensor) and value.dim() == 1

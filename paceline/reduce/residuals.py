@@ -80,6 +80,7 @@ class Residuals:
     """
 
     scaled = True
+    divides_optimizer = False
 
     def __init__(
         self,

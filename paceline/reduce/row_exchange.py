@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.side_stream import SideStream
 from paceline.reduce.sparse_rows import RowMessages, SparseRows, Table, rows_of, sum_rows
+from paceline.timeline.timeline import Timeline
 
 _CLOSE_S = 5.0
 _RESERVE = 16  # messages have room for 1/16 more rows than the exchange before had at most
@@ -58,7 +58,7 @@ class RowExchange:
         parameters: the tables, (rows, …) each.
         communicator: connects all ranks; used by this exchange alone, and aborted if it is closed
             while rows are under way.
-        recorder: receives the bytes `sent` and `received`, when a sum is waited for.
+        timeline: receives the bytes `sent` and `received`, when a sum is waited for.
     """
 
     zero_copy = False
@@ -67,11 +67,11 @@ class RowExchange:
         self,
         parameters: Sequence[Tensor],
         communicator: Communicator,
-        recorder: Recorder | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._tables = [Table.of(parameter) for parameter in parameters]
         self._communicator = communicator
-        self._recorder = recorder or NullRecorder()
+        self._timeline = timeline or Timeline()
         self.traffic = [(0, 0)] * len(parameters)  # known, and counted, when rows have arrived
         self._formats = [RowMessages(table) for table in self._tables]
         self._capacities = [0] * len(parameters)  # rows of the first message; the row thread's
@@ -114,8 +114,8 @@ class RowExchange:
         total, sent = self._transfers.pop(index).sum.result()  # the thread's waits have limits
         self._streams.join()
         _hand_over(total)
-        self._recorder.count("sent", sent)
-        self._recorder.count("received", sent)
+        self._timeline.count("sent", sent)
+        self._timeline.count("received", sent)
         return [total]
 
     def abandon(self, index: int, version: int | None) -> None:

@@ -9,15 +9,14 @@ State that is divided among the ranks (shards, residuals) is gathered where the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.method import Method
+from paceline.algorithms.method import BucketPlan, Method, MethodBuilder
 from paceline.comm.communicator import (
     Communicator,
     broadcast_all,
@@ -27,7 +26,6 @@ from paceline.comm.communicator import (
 )
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket, partition
-from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.checksums import Parts
 from paceline.replica.hooks import ReplicaHooks
@@ -37,39 +35,36 @@ from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import Fingerprint, Scope, TrainedParameters
 from paceline.update.updater import is_bucketwise
 
-MakeMethod = Callable[[Sequence[Bucket]], Method]
 Binding = ReplicaHooks | AveragedHooks
-MakeHooks = Callable[[TrainedParameters, Sequence[Bucket], Method, ReadMap | None], Binding]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExchangePlan:
-    """Exchange plan: a factory of methods, and a bucket size.
+class Bindable(Protocol):
+    """Protocol of a replica, as far as its binder needs it."""
 
-    Attributes:
-        make_method: makes a method for given buckets; collective.
-        bucket_bytes: approximate size of a bucket in bytes.
-        dense: gradients don't travel, so a parameter with row-sparse ones is in a common bucket.
-    """
+    def settle_for_use(self) -> None:
+        """Settle before a state dict is made or loaded."""
 
-    make_method: MakeMethod
-    bucket_bytes: int
-    dense: bool = False
+    def make_hooks(
+        self,
+        trained: TrainedParameters,
+        buckets: Sequence[Bucket],
+        method: Method,
+        reads: ReadMap | None,
+    ) -> Binding:
+        """Make the hooks of a binding."""
 
 
 class ReplicaBinder:
     """Binder of a model and its optimizer to one synchronizer after another.
 
     Args:
-        model: the model.
+        replica: the replica that is bound.
+        model: its model.
         optimizer: its optimizer.
         run: the run, whose ranks are to be equal.
         purpose: of the group by which they become so.
-        first_plan: called at the start and when a generation is entered; returns the exchange to
-            begin with.
-        settle: settles the replica; called before a state dict is made or loaded.
+        builder: makes the methods.
         scope: what the replica has of its model.
-        make_hooks: makes the hooks of a binding.
 
     Attributes:
         hooks: the present binding; None between generations.
@@ -84,25 +79,22 @@ class ReplicaBinder:
 
     def __init__(
         self,
+        replica: Bindable,
         model: nn.Module,
         optimizer: Optimizer,
         run: Run,
         purpose: str,
-        first_plan: Callable[[], ExchangePlan],
-        *,
-        settle: Callable[[], None],
+        builder: MethodBuilder,
         scope: Scope,
-        make_hooks: MakeHooks,
     ) -> None:
+        self._replica = replica
         self._model = model
         self._optimizer = optimizer
         self._run = run
         self._purpose = purpose
-        self._first_plan = first_plan
+        self._builder = builder
         self._scope = scope
-        self._make_hooks = make_hooks
-        self._settle = settle
-        self._plan = first_plan()
+        self._plan = self._first_plan()
         self._state_hooks = ExitStack()
         self.bindings = 0
         self.stateful = False
@@ -133,21 +125,21 @@ class ReplicaBinder:
         size = self._plan.bucket_bytes
         rows = frozenset[nn.Parameter]() if self._plan.dense else trained.row_sparse
         buckets = partition(trained.names, trained.groups, size, rows)
-        method = self._plan.make_method(buckets)
+        method = self._builder.method(buckets, self._run.context)
         self.alone = self._ranks.world_size == 1
         self.bindings += 1
         own = method.state
         self.stateful = own is not None or method.rounds is not None
-        self.divides_optimizer = own is not None and OPTIMIZER in own.local(in_step=False)
+        self.divides_optimizer = own is not None and own.divides_optimizer
         self.bucketwise = is_bucketwise(self._optimizer)
-        self.hooks = self._make_hooks(trained, buckets, method, reads)
+        self.hooks = self._replica.make_hooks(trained, buckets, method, reads)
         return self.hooks
 
-    def bind_anew(self, plan: ExchangePlan | None, *, same: bool) -> Binding:
+    def bind_anew(self, plan: BucketPlan | None, *, same: bool) -> Binding:
         """Settle, and bind the present parameters; collective. New ones get rank 0's values.
 
         Args:
-            plan: the exchange that continues; None: the present one.
+            plan: of the method that continues; None: the present one.
             same: the trained parameters are the same as before.
         """
         old = self._bound
@@ -172,7 +164,7 @@ class ReplicaBinder:
             ConfigError: another rank's model has got others; names both.
             CommError: a peer was lost or silent, because its model has got none, say.
         """
-        self._settle()
+        self._replica.settle_for_use()
         text = shortened(names)
         require_same_call(
             self._ranks,
@@ -211,7 +203,7 @@ class ReplicaBinder:
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state; as `Replica.state`."""
-        self._settle()
+        self._replica.settle_for_use()
         return self._bound.gather(self._ranks)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
@@ -225,7 +217,7 @@ class ReplicaBinder:
         """
         if self._bound.rounds is not None:
             return
-        settle_first = LiveHook(lambda *_: self._settle())
+        settle_first = LiveHook(lambda *_: self._replica.settle_for_use())
         before_load = LiveHook(self._before_load)
         targets: list[Any] = [*self._model.modules(), self._optimizer]
         for target in targets:
@@ -236,7 +228,7 @@ class ReplicaBinder:
 
     def _before_load(self, target: Any, state: Mapping[str, Any], *_: object) -> None:
         """Settle before a state dict is loaded into a module or the optimizer, and note it."""
-        self._settle()
+        self._replica.settle_for_use()
         if target is not self._optimizer:
             self.loads.before_model()
         elif self.divides_optimizer:
@@ -247,6 +239,11 @@ class ReplicaBinder:
         if self.hooks is not None:
             self.hooks.close(drain=drain)
         self._state_hooks.close()
+
+    def _first_plan(self) -> BucketPlan:
+        plan = self._builder.plan(begins=True)
+        assert plan is not None
+        return plan
 
     @property
     def _ranks(self) -> Communicator:

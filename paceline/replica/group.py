@@ -8,7 +8,7 @@ with world.step():          all replicas begin; the optimizers that step train t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from paceline.algorithms.average import Averaging
 from paceline.algorithms.synchronizer import Weights
 from paceline.replica.checksums import Checksums, Parts
 from paceline.replica.copier import Copier
-from paceline.replica.replica import Replica
+from paceline.replica.replica import LossScaler, Replica
 
 STEPPED_BITS = 10  # of a summary: for a step, and as many for further blocks of its batch
 
@@ -158,10 +158,10 @@ class ReplicaGroup:
         found = {index: state for index, state in states.items() if state is not None}
         return found or None
 
-    def follow(self, scale: Callable[[], float]) -> None:
-        """Rescale lossy wires' residuals by the loss's `scale`."""
+    def use_loss_scale(self, scaler: LossScaler) -> None:
+        """Rescale lossy wires' residuals by the scale of the loss."""
         for replica in self.replicas:
-            replica.follow(scale)
+            replica.use_loss_scale(scaler)
 
     def leave_generation(self) -> None:
         """Leave the generation with all replicas."""

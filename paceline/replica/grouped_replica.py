@@ -22,11 +22,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.algorithms.method import MethodBuilder
 from paceline.algorithms.synchronizer import StepInfo
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
-from paceline.replica.binder import ExchangePlan
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.model_statistics import ModelStatistics
@@ -108,7 +108,7 @@ class GroupedReplica(Replica):
     """Model replica that is one of several in a world.
 
     Args:
-        arguments: as of `Replica`.
+        model, optimizer, run, builder, share, scope, purpose, buffers: as of `Replica`.
         gradients: the purpose of the group whose collectives are where the model is.
     """
 
@@ -117,7 +117,7 @@ class GroupedReplica(Replica):
         model: nn.Module,
         optimizer: Optimizer,
         run: Run,
-        first_plan: Callable[[], ExchangePlan],
+        builder: MethodBuilder,
         *,
         share: BatchShare,
         scope: Scope,
@@ -132,7 +132,7 @@ class GroupedReplica(Replica):
             model,
             optimizer,
             run,
-            first_plan,
+            builder,
             share=share,
             scope=scope,
             purpose=purpose,

@@ -355,9 +355,11 @@ class ReplicaHooks:
 
     def _rescale_kept(self, weight: float) -> None:
         """Rescale what is kept for a step of another weight."""
+        parameters = self.gradients.parameters
         with self._watch.paused():
-            self.access.wait_writable()
-            self.kept.rescale(self.gradients.parameters, weight)
+            if any(p.grad is not None for p in parameters):
+                self.access.wait_writable()
+            self.kept.rescale(parameters, weight)
 
     def _end_kept(self) -> None:
         """Take note that what is kept from now on is of the step that ends."""
@@ -555,16 +557,7 @@ class StepGradients:
         self.names = [name for bucket in buckets for name in bucket.names]
         self._list = list(self.parameters)
         self.reduced = False
-        self.guard = GradientGuard(
-            self._list,
-            self.names,
-            lambda name: ConfigError(
-                f"the gradient of {name} was modified between backward and optimizer.step() in "
-                f"step {self._number}, after it was sent: to modify gradients, call reduce() "
-                "after backward, and modify them after reduce(); call zero_grad() only after "
-                "optimizer.step()."
-            ),
-        )
+        self.guard = GradientGuard(self._list, self.names)
         self._sizes = [len(bucket.parameters) for bucket in buckets]
         ends = accumulate(self._sizes)
         self._indices = [range(n - size, n) for n, size in zip(ends, self._sizes, strict=True)]
@@ -666,7 +659,7 @@ class StepGradients:
         Raises:
             ConfigError: a sent gradient was written, replaced or removed.
         """
-        self.guard.check()
+        self.guard.check(self._number)
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
             self._sample_unchanged = ((_first_values(now) == sent) | sent.isnan()).all()

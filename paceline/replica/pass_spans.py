@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.recorder import Recorder
 from paceline.replica.compiled_modules import around_call, is_compiled
 from paceline.replica.live_hooks import LiveHook
+from paceline.timeline.timeline import Timeline
 
 
-def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
+def watch_passes(model: nn.Module, timeline: Timeline) -> Callable[[], None]:
     """Measure spans `forward` and `backward` until the returned function is called.
 
     A backward begins where it reaches what the model returned. Of a compiled model only the
     forward is seen.
     """
     if is_compiled(model):
-        return around_call(model, lambda: recorder.span("forward"))
-    passes = _Passes(recorder)
+        return around_call(model, lambda: timeline.span("forward"))
+    passes = _Passes(timeline)
     undo = ExitStack()
     begin = LiveHook(lambda *_: passes.begin("forward"))
     before = model.register_forward_pre_hook(begin, prepend=True)
@@ -36,14 +36,14 @@ def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
 class _Passes:
     """Open spans of the forward and backward passes in progress."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._open: dict[str, AbstractContextManager[None]] = {}
 
     def begin(self, name: str) -> None:
         """Begin a pass, unless it is under way."""
         if name not in self._open:
-            self._open[name] = self._recorder.span(name)
+            self._open[name] = self._timeline.span(name)
             self._open[name].__enter__()
 
     def end_forward(self, output: object) -> None:

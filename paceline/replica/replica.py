@@ -19,7 +19,7 @@ reduced, before a post-hook parameters are settled. So does a script that uses `
 
 When other parameters are trained than in the step before, or the model has got new parameters or
 buffers, the replica settles and binds anew; new ones get rank 0's values. All ranks must get the
-same ones. It does the same where another exchange continues (`next_plan`).
+same ones. It does the same where another method continues (`MethodBuilder.plan`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,14 +37,14 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from paceline.algorithms.average import Averaging
-from paceline.algorithms.method import Method
+from paceline.algorithms.method import Method, MethodBuilder
 from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
-from paceline.replica.binder import Binding, ExchangePlan, ReplicaBinder
+from paceline.replica.binder import Binding, ReplicaBinder
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.checksums import Checksums, Parts
 from paceline.replica.copier import Copier
@@ -67,6 +67,24 @@ from paceline.update.state_watch import unwatch_state, watch_state
 from paceline.update.updater import is_bucketwise
 
 
+class LossScaler(Protocol):
+    """Protocol of what scales the loss, such as torch's `GradScaler`."""
+
+    def get_scale(self) -> float:
+        """Return the scale of the next step's loss."""
+
+
+class PeerLossHandler(Protocol):
+    """Protocol of what continues a run after a peer was lost."""
+
+    def lose_between_steps(self, error: CommError) -> None:
+        """Let the code between two steps continue without the exchange.
+
+        Raises:
+            CommError: the error, where the run can't continue.
+        """
+
+
 class Replica:
     """Model replica of this rank, synchronised with the other ranks.
 
@@ -75,12 +93,9 @@ class Replica:
             other ranks.
         optimizer: optimizer of the model's parameters, of other parameters, or of both.
         run: the run, whose ranks hold the same replica.
-        first_plan: called at the start and when a generation is entered; returns the exchange to
-            begin with, the same on all ranks.
+        builder: makes its methods.
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
-        next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
-            keep the present one. Without `next_plan`, all steps use the first.
         scope: what the replica has of its model, where several optimizers train it.
         purpose: of the group that makes the ranks' states equal, at the start and when the set of
             trained parameters changes.
@@ -91,8 +106,8 @@ class Replica:
             True: ranks may skip updates (loss scaling) by themselves.
         rounds: merges the ranks' weights, which differ between two steps; None: they are equal.
         loaded: checksums of what the script has loaded before the last step, by name.
-        on_loss: called with the error where a use of the model between two steps finds that a peer
-            was lost; the use continues without it. None: the error is raised.
+        peer_loss_handler: gets the error where a use of the model between two steps finds that a
+            peer was lost, and the use continues without it. None: the error is raised.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
@@ -104,10 +119,9 @@ class Replica:
         model: nn.Module,
         optimizer: Optimizer,
         run: Run,
-        first_plan: Callable[[], ExchangePlan],
+        builder: MethodBuilder,
         *,
         share: BatchShare | None = None,
-        next_plan: Callable[[], ExchangePlan | None] | None = None,
         scope: Scope = WHOLE,
         purpose: str = "steps",
         buffers: BufferBroadcast | None = None,
@@ -116,32 +130,23 @@ class Replica:
         self._optimizer = optimizer
         # Of a module without buffers, nothing is broadcast.
         self._buffers = buffers or BufferBroadcast(nn.Module(), run)
-        self._next_plan = next_plan
+        self._builder = builder
         self._share = BatchShare() if share is None else share
-        self._recorder = run.recorder
-        self._scale: Callable[[], float] | None = None
+        self._timeline = run.timeline
+        self._scaler: LossScaler | None = None
         self._number: int | None = None  # the current step
-        self.on_loss: Callable[[CommError], None] | None = None
+        self.peer_loss_handler: PeerLossHandler | None = None
         self._thread = threading.get_ident()  # of its steps
         self._has_graphs = False  # a backward has made gradients that can be differentiated
         self._settled = False  # since the last step's end
         self._when_settled: list[tuple[int, int]] = []  # the parameters' versions and addresses
         self._copier: Copier | None = None  # of the next step
         self._earlier = EarlierBuffers(model)
-        self._watch = ParameterWatch(
-            reduce=self.reduce,
-            install=self._settle_for_use,
-            expose=lambda parameter: self._binding.expose_gradients(parameter),
-        )
+        self._watch = ParameterWatch(self)
         self.loaded: Checksums = {}
         self.rounds: Averaging | None = None
         self._averaged: AveragedHooks | None = None  # the hooks, where gradients are local
-        self._binder = ReplicaBinder(
-            *(model, optimizer, run, purpose, first_plan),
-            settle=self._settle_for_use,
-            scope=scope,
-            make_hooks=self._make_hooks,
-        )
+        self._binder = ReplicaBinder(self, model, optimizer, run, purpose, builder, scope)
         self._hooks: Binding | None = self._binder.bind(set())  # None between generations
         self.stepped = self.rounds is not None
         self._follows_scalers = False
@@ -167,7 +172,7 @@ class Replica:
                 for one in roots_of(model)
             ),
             watch_scaler(optimizer, self._refuse_early_unscaling),
-            lambda: unwatch_state(optimizer, self._settle_for_use),
+            lambda: unwatch_state(optimizer, self.settle_for_use),
             watch_backward_calls(self),
         ]
 
@@ -263,7 +268,7 @@ class Replica:
         self._number = number
         self._thread = threading.get_ident()
         self._share.begin(weight)
-        scale = 1.0 if self._scale is None or not self.stateful else self._scale()
+        scale = 1.0 if self._scaler is None or not self.stateful else self._scaler.get_scale()
         self._binding.begin(StepInfo(number, weight, samples, scale))
         if not weight:
             self._follow_scalers()
@@ -404,14 +409,18 @@ class Replica:
             self._when_settled = _versions(self._binding.gradients.parameters)
         self._settled = True
 
-    def _settle_for_use(self) -> None:
+    def settle_for_use(self) -> None:
         """Settle before a script uses the model or the optimizer's state."""
         try:
             self.settle()
         except CommError as error:
-            if self.on_loss is None or self._number is not None:
+            if self.peer_loss_handler is None or self._number is not None:
                 raise
-            self.on_loss(error)
+            self.peer_loss_handler.lose_between_steps(error)
+
+    def expose_gradients(self, parameter: nn.Parameter) -> None:
+        """Settle before a script uses a parameter's gradient: gradients become the global means."""
+        self._binding.expose_gradients(parameter)
 
     @property
     def unused(self) -> bool:
@@ -478,9 +487,9 @@ class Replica:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
         return self._binder.restore(state)
 
-    def follow(self, scale: Callable[[], float]) -> None:
-        """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
-        self._scale = scale
+    def use_loss_scale(self, scaler: LossScaler) -> None:
+        """Rescale a lossy wire's residuals by the scale of the loss."""
+        self._scaler = scaler
 
     def leave_generation(self) -> None:
         """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.
@@ -535,7 +544,7 @@ class Replica:
 
     def _bind_anew_if_changed(self) -> None:
         old = self._binding
-        plan = self._next_plan() if self._next_plan else None
+        plan = self._builder.plan(begins=False) if self._builder.changes else None
         with torch._C.DisableTorchFunctionSubclass():  # this is no use of them by the script
             same = Fingerprint(self._optimizer) == old.trained.fingerprint
         if self._structure.take_change():
@@ -549,14 +558,14 @@ class Replica:
         self._binding.exchanging = old.exchanging
         self._binding.kept = old.kept
 
-    def _make_hooks(
+    def make_hooks(
         self,
         trained: TrainedParameters,
         buckets: Sequence[Bucket],
         method: Method,
         reads: ReadMap | None,
     ) -> Binding:
-        """Make the hooks of a binding."""
+        """Make the hooks of a binding, which `ReplicaBinder` asks for."""
         self.rounds = method.rounds
         if method.rounds is not None:
             self._averaged = AveragedHooks(self._model, self._optimizer, trained, method.rounds)
@@ -600,14 +609,13 @@ class Replica:
                 loss = closure()
             self._watch.end()
         assert self._number is not None
-        self._binding.gradients.guard.check()
+        self._binding.gradients.guard.check(self._number)
         self._refuse_unexchanged()
         self._binding.end_snapshot()
         self._binding.synchronizer.end(update=True)
         self._done()
-        watch_state(
-            optimizer, self._settle_for_use
-        )  # a script, or load_state_dict(), may have replaced it
+        # A script, or load_state_dict(), may have replaced it.
+        watch_state(optimizer, self.settle_for_use)
         if self._binding.immediate:
             self._settled = True
         elif _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
@@ -636,7 +644,7 @@ class Replica:
         else:
             args = (reduced_closure, *args)
         self._refuse_unexchanged()
-        with self._recorder.span("update", bucket=0):
+        with self._timeline.span("update", bucket=0):
             result = self._plain_step(*args, **kwargs)
         if not self._binding.gradients.reduced:
             raise ConfigError(
@@ -685,7 +693,7 @@ class Replica:
                 f"{self._number}: call reduce() after backward, before unscale_() and step()."
             )
         state = self._binding.state
-        if self._scale is None and state is not None and state.scaled:
+        if self._scaler is None and state is not None and state.scaled:
             raise ConfigError(
                 "a GradScaler is used with a lossy wire: when the loss scale changes, the wire's "
                 "error-feedback residuals must be rescaled too; call world.track(scaler) before "
@@ -715,7 +723,7 @@ class Replica:
     ) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""
         if not mode:
-            self._settle_for_use()
+            self.settle_for_use()
         return plain(mode)
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:

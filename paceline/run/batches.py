@@ -17,6 +17,7 @@ from paceline.generation.run import Run
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.small_slices import SmallSlices
 from paceline.run.worker_speeds import WorkerSpeeds
+from paceline.timeline.timeline import WAIT_FOR_INPUT
 
 _AHEAD = 2  # batches
 _SHORTEST_S = 5.0  # of an epoch; a shorter one waits for its first batches, and says little
@@ -49,7 +50,7 @@ class Batches:
     decode_device: DecodeDevice
     trial: DecodeTrial | None = None
     small: SmallSlices | None = None
-    _waited: float = 0.0  # seconds, in the present epoch
+    _waited: float = 0.0  # seconds, before the present epoch
 
     @property
     def steps(self) -> int:
@@ -75,9 +76,10 @@ class Batches:
         place = self._slice(epoch, step)
         if self.trial is not None and self.trains:
             self.trial.begin_step(place)
-        batch = self.loader.batch(place, ahead)
-        self._waited += batch.waited
-        return batch
+        if not self.trains:
+            return self.loader.batch(place, ahead)
+        with self.run.timeline.span(WAIT_FOR_INPUT):
+            return self.loader.batch(place, ahead)
 
     def end_epoch(self, seconds: float) -> float:
         """Return the share of an epoch's time for which this rank's steps waited for batches.
@@ -88,8 +90,9 @@ class Batches:
         Args:
             seconds: the time that the epoch's steps have taken.
         """
-        share = self._waited / seconds
-        self._waited = 0.0
+        waited = self.run.timeline.seconds(WAIT_FOR_INPUT)
+        share = (waited - self._waited) / seconds
+        self._waited = waited
         remedy = self.decoding.remedy()
         if share > _NAMED and seconds >= _SHORTEST_S:
             rank, _ = self.run.rank_and_size()

@@ -10,8 +10,6 @@ of the position: a resumed run keeps it. A new generation begins the trial anew.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -36,20 +34,12 @@ class DecodeTrial:
         run: the run.
         position: of the run, which has the decision.
         present: where images are decoded now.
-        clock: returns seconds since an arbitrary origin.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        position: Position,
-        present: DecodeDevice,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, run: Run, position: Position, present: DecodeDevice) -> None:
         self._run = run
         self._position = position
         self._present = present
-        self._clock = clock
         self._begun_in = ""
         self._first = 0
         self._last: float | None = None
@@ -72,7 +62,7 @@ class DecodeTrial:
             self._seconds = {name: [] for name in _MEASURED}
             self._present.name = "cuda"
         step = place.number - self._first
-        now = self._clock()
+        now = self._run.timeline.now()
         for name, steps in _MEASURED.items():
             if step in steps and self._last is not None:
                 self._seconds[name].append(now - self._last)

@@ -12,7 +12,7 @@ Rank 0 reports each mistake once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from torch import nn
@@ -39,9 +39,8 @@ class FirstStepChecks:
     """Checks of a script's first steps: equal inputs of ranks, and means over unequal numbers.
 
     Args:
-        run: the run, of several ranks.
+        run: the run, of several ranks; rank 0 notes each mistake.
         models: the models, each once.
-        report: called on rank 0 with a sentence on each mistake.
         gpu: whether a GPU computes.
         averaged: whether the ranks' weights are averaged, so that each has its own losses.
 
@@ -53,14 +52,12 @@ class FirstStepChecks:
         self,
         run: Run,
         models: Sequence[nn.Module],
-        report: Callable[[Message], None],
         *,
         gpu: bool,
         averaged: bool,
     ) -> None:
         self.divided = False
         self._run = run
-        self._report = report
         self._lag = _GPU_LAG if gpu else 0
         self._watched = ExitStack()
         self._inputs = [InputChecksum(model) for model in models]
@@ -150,7 +147,7 @@ class FirstStepChecks:
             return
         if all(code == _SUM for code in codes):
             self._compares_denominators = False
-            self._report_on_leader(
+            self._note(
                 Message(
                     f"in step {number} the loss was a sum, or a sum divided by the number of all "
                     "ranks' samples, but Paceline takes the mean of the ranks' losses: the "
@@ -169,7 +166,7 @@ class FirstStepChecks:
         unequal = max(totals.values()) > bound * min(totals.values())
         if unequal and by_weight[most] > bound * by_weight[least]:
             self._compares_denominators = False
-            self._report_on_leader(
+            self._note(
                 Message(
                     f"in step {number} the loss was a mean over {totals[least]:g} values on rank "
                     f"{least} and {totals[most]:g} on rank {most}, more of them a sample on one "
@@ -212,7 +209,7 @@ class FirstStepChecks:
                 continue
             self.divided = True  # or is known not to be
             named = "all ranks" if len(ranks) == len(seen[0]) else name_ranks(ranks)
-            self._report_on_leader(
+            self._note(
                 Message(
                     f"{named} train the same samples: {same}. Pass the data set to "
                     "paceline.loader(), which divides the batches and takes sampler= and weights=, "
@@ -222,9 +219,9 @@ class FirstStepChecks:
                 )
             )
 
-    def _report_on_leader(self, note: Message) -> None:
+    def _note(self, note: Message) -> None:
         if self._run.leads:
-            self._report(note)
+            self._run.note(note)
 
 
 def _code(loss: LossTotal, batch: BatchSlice) -> float:

@@ -39,10 +39,6 @@ class Precision:
         clip_norm: the largest 2-norm of all gradients together; 0: no clipping.
         clip_value: the largest absolute value of a gradient's element, applied after `clip_norm`;
             0: no clipping.
-
-    Attributes:
-        scale: returns the loss scale of the next step; 1 without loss scaling.
-        state_dict: returns the state of loss scaling, which is empty without it.
     """
 
     def __init__(
@@ -58,9 +54,15 @@ class Precision:
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         scaled = self._dtype is torch.float16  # a disabled scaler changes nothing
-        self._scaler = scaler = torch.amp.GradScaler(device.type, enabled=scaled)
-        self.scale = scaler.get_scale
-        self.state_dict = scaler.state_dict
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+
+    def get_scale(self) -> float:
+        """Return the loss scale of the next step; 1 without loss scaling."""
+        return self._scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of loss scaling, which is empty without it."""
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of loss scaling; an interrupted step is forgotten."""

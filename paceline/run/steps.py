@@ -14,13 +14,13 @@ the same snapshots (`CheckpointSchedule`):
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,19 +54,33 @@ class Stop(Exception):
     """Exception that stops the run at a step boundary, after the state has been saved."""
 
 
+class StopRequests(Protocol):
+    """Protocol of the signals that ask a process to stop."""
+
+    @property
+    def status(self) -> int:
+        """The exit status that is asked for; 0 as long as no signal was received."""
+
+
+class SumWatch(Protocol):
+    """Protocol of what checks each step's sums over all ranks."""
+
+    def check(self, step: int, sums: Sequence[float]) -> None:
+        """Check the sums of a step; raise where the run must not continue."""
+
+
 class Steps:
     """Step driver: begins, ends and records steps, and saves or stops at step boundaries.
 
     Args:
         replica: this rank's model replica.
-        run: the run, whose recorder receives one event per step, and measures the step.
+        run: the run, whose recorder receives one event per step, with the timeline's account of it.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
-        stopping: returns whether this rank was asked to stop.
-        check_sums: called after each step with the step's number and its sums over all ranks; may
-            raise.
+        requests: know whether this rank was asked to stop.
+        watch: checks each step's sums; None: nothing does.
         value_count: number of values that are summed per step.
         device: device of the values.
         snapshots: takes snapshots in memory.
@@ -88,8 +102,8 @@ class Steps:
         seed: int,
         position: Position,
         policy: SavePolicy,
-        stopping: Callable[[], bool],
-        check_sums: Callable[[int, Sequence[float]], None],
+        requests: StopRequests,
+        watch: SumWatch | None = None,
         value_count: int,
         device: torch.device,
         snapshots: StepSnapshots,
@@ -112,8 +126,8 @@ class Steps:
         self._spans: list[AbstractContextManager[None]] = []  # of that step, entered
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
-        self._stopping = stopping
-        self._check_sums = check_sums
+        self._requests = requests
+        self._watch = watch
         self._value_count = value_count
         self._device = device
         self._checkpoints = CheckpointSchedule(
@@ -122,9 +136,9 @@ class Steps:
             snapshots,
             writer,
             policy,
-            settle=self._settle,
+            steps=self,
         )
-        self._account = ChangeAccount()
+        self._account = ChangeAccount(run.timeline)
         self.recovery = Recovery(
             replica,
             run,
@@ -236,7 +250,7 @@ class Steps:
             CheckpointError: a checkpoint couldn't be written.
         """
         number = batch.number
-        self._began = time.perf_counter()
+        self._began = self.run.timeline.now()
         if not further:
             self._record_replay(number)
         self._batch = batch
@@ -324,7 +338,7 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
-        with self.run.recorder.span("settle"):
+        with self.run.timeline.span("settle"):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
@@ -446,7 +460,7 @@ class Steps:
             written = not total(context.group("all", "steps"), missing, what).item()
 
     def _enter_span(self, name: str, **fields: object) -> None:
-        span = self.run.recorder.span(name, **fields)
+        span = self.run.timeline.span(name, **fields)
         span.__enter__()
         self._spans.append(span)
 
@@ -456,7 +470,7 @@ class Steps:
 
     def _pass_boundary(self, number: int) -> None:
         """Save what is due before a step, or stop; then begin the step's random streams."""
-        with self.run.recorder.span("boundary"):
+        with self.run.timeline.span("boundary"):
             self._act_on_summaries(number)
         word = self._seed_torch(_IN_STEP, number)
         # Python's and numpy's streams continue where `seed` has seeded them before the step:
@@ -476,7 +490,7 @@ class Steps:
         acted_on = min(received, number - 1)
         self._check_replicas(before=acted_on)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < acted_on
-        if agreed or (summaries.alone and self._stopping()):
+        if agreed or (summaries.alone and self._requests.status):
             self._stop()
         if self._writer is not None:
             self._writer.check()
@@ -501,6 +515,7 @@ class Steps:
             samples=batch.global_count,
             sums=self.position.sums,
             **fields,
+            **self.run.timeline.account(number),
         )
 
     def _send_summary(self, number: int, batch: BatchSlice, sums: Tensor) -> None:
@@ -508,7 +523,7 @@ class Steps:
         acknowledged = NONE_ACKNOWLEDGED
         interval = 0
         if self._keeping:
-            seconds = time.perf_counter() - self._began
+            seconds = self.run.timeline.now() - self._began
             request, acknowledged, interval = self._checkpoints.report(number, seconds)
         code = 0
         check_interval = 0
@@ -530,7 +545,7 @@ class Steps:
         self.run.context.summaries.send(
             number,
             sums,
-            stop=self._stopping(),
+            stop=self._requests.status != 0,
             request=request,
             acknowledged=acknowledged,
             interval=interval,
@@ -552,7 +567,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
-            self._check_sums(summary.step, summary.sums)
+            if self._watch is not None:
+                self._watch.check(summary.step, summary.sums)
 
     def _end_measured_steps(self) -> None:
         """Receive and check all steps' summaries, between two steps. All ranks call it."""
@@ -579,9 +595,9 @@ class Steps:
                 self._checkpoints.discard()
                 raise
 
-    def _settle(self) -> Position:
+    def settle(self) -> Position:
         """Settle, and receive all summaries, so that the position has all sums."""
-        with self.run.recorder.span("settle"):
+        with self.run.timeline.span("settle"):
             self._replica.settle()
         self._receive_summaries(before=self.position.number)
         return self.position

@@ -13,9 +13,8 @@ With equal shares some steps are measured once, and a line says how the ranks di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from time import perf_counter
 
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.shares import divide
@@ -37,11 +36,9 @@ class WorkerSpeeds:
     """Speed measurement of the ranks, and the present shares of the global batch.
 
     Args:
-        run: the run, whose recorder receives events `speeds`.
+        run: the run, whose recorder receives events `speeds`, and notes for the user.
         position: of the run, which holds the shares.
         measured: the shares follow the speeds; otherwise they are equal.
-        report: called on rank 0 with sentences for the user.
-        clock: returns seconds since an arbitrary origin.
 
     Attributes:
         measured: whether the shares follow the speeds.
@@ -55,14 +52,10 @@ class WorkerSpeeds:
         position: Position,
         *,
         measured: bool,
-        report: Callable[[Message], None] = lambda note: None,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._run = run
         self._position = position
         self.measured = measured
-        self._report = report
-        self._clock = clock
         self.batch_size = 0
         self._rule: ShareRule | None = None
         self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
@@ -102,7 +95,7 @@ class WorkerSpeeds:
         It is 0 where the step shows nothing of the rank's speed: in the first one that is measured,
         and in that of a short batch.
         """
-        own = self._clock() - self._run.context.waited
+        own = self._run.timeline.own_seconds()
         milliseconds = [0.0] * self._run.context.along("data").size
         if self._began is not None and batch.global_count == self.batch_size:
             milliseconds[batch.rank] = max(1000 * (own - self._began), 1e-3)
@@ -221,7 +214,7 @@ class WorkerSpeeds:
 
     def _say(self, note: Message) -> None:
         if self._run.leads:
-            self._report(note)
+            self._run.note(note)
 
 
 def _each(times: Sequence[float], shares: Sequence[int]) -> list[float]:

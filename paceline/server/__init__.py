@@ -1,1 +1,1 @@
-"""Servers: processes that own shards and compute no gradients, such as the averaging server."""
+"""Servers: processes that own shards and compute no gradients: parameter and averaging servers."""

@@ -1,18 +1,26 @@
-"""An averaging server: opens the window to which the workers invite it, and serves to their end."""
+"""A server: opens the window to which the workers invite it, and serves to their end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from itertools import count
+from typing import Protocol
 
 import torch
 
-from paceline.cluster.rendezvous.server_registration import Invitation, RegisteredServer
+from paceline.algorithms.served.parameter_server import ParameterServer
+from paceline.cluster.rendezvous.server_registration import (
+    AVERAGING,
+    PARAMETERS,
+    Invitation,
+    RegisteredServer,
+)
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.connection_window import connect_window
+from paceline.comm.peer_activities import Timeout
 from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.window import Window
 from paceline.errors import CommError, ConfigError, PeerLost, many
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.shard_server import ShardServer
@@ -26,6 +34,32 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+class Serving(Protocol):
+    """Protocol of what serves the workers of one generation."""
+
+    @property
+    def versions(self) -> list[int]:
+        """For each bucket, the number of its versions that have returned."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buckets."""
+
+    def serve(self, check: Callable[[], None]) -> None:
+        """Return once all workers have announced their end; `check` is called now and then.
+
+        Raises:
+            PeerLost: a worker's connection ended before.
+            CommError: a worker sent what doesn't belong to the run.
+        """
+
+    def release(self) -> None:
+        """Let the workers end, which wait for it; return once one of them does."""
+
+    def close(self) -> None:
+        """End the thread, and the window."""
 
 
 def refusal(invitation: Invitation, model: str = "") -> str:
@@ -49,6 +83,35 @@ def refusal(invitation: Invitation, model: str = "") -> str:
     return ""
 
 
+class WorkersAddresses:
+    """Addresses of workers, which these gather and give to the server.
+
+    Args:
+        registered: the server's registration.
+        window: the purpose of the window.
+        limit: seconds to wait for them.
+    """
+
+    def __init__(self, registered: RegisteredServer, window: str, limit: float) -> None:
+        self._registered = registered
+        self._window = window
+        self._limit = limit
+        self._received: dict[str, Sequence[str]] = {}  # of the workers, by purpose
+
+    def publish(self, purpose: str, rank: int, where: str) -> None:
+        """Wait for what the workers have gathered for a purpose; none dials the server.
+
+        Raises:
+            CommError: they didn't in time, or a process of the run gave a reason for its end.
+        """
+        number = len(self._received)
+        self._received[purpose] = self._registered.addresses(self._window, number, self._limit)
+
+    def find(self, purpose: str, rank: int) -> str:
+        """Return a worker's address."""
+        return self._received[purpose][rank]
+
+
 def serve(
     registered: RegisteredServer,
     invitation: Invitation,
@@ -69,42 +132,55 @@ def serve(
         CommError: a worker didn't connect in time, or can't be reached.
     """
     layout = layout_of(invitation)
-    (server,) = layout.topology.owners
-    numbers = count()
+    workers = layout.topology.contributors
+    server = layout.topology.owners[invitation.number]
     bootstrap = Bootstrap(
-        share=lambda where: registered.addresses(invitation.purpose, next(numbers), limit),
+        addresses=WorkersAddresses(registered, invitation.purpose, limit),
         rank=server,
-        world_size=server + 1,
+        world_size=len(layout.topology.ranks),
         token=invitation.token,
         purpose=invitation.purpose,
         limit=limit,
-        only=layout.topology.ranks,
+        only=(*workers, server),
     )
     window = connect_window(
         bootstrap,
         (server,),
-        "127.0.0.1",  # the last rank connects to all others, and none to it
+        "127.0.0.1",  # a server connects to all workers, and none to it
         layout.server_size,
         layout.notifications,
         connections=invitation.connections,
         silence_limit=_SILENCE_S,
     )
-    with closing(ShardServer(window, layout)) as served:
+    with closing(_serving(window, layout, invitation)) as served:
         values = sum(bucket.numel for bucket in layout.buckets)
+        how = invitation.optimizer or f"wire {invitation.wire}"
         report(
-            f"serving {many(server, 'worker')}: {many(values, 'value')} of model "
-            f"{invitation.model}, wire {invitation.wire}."
+            f"serving {many(len(workers), 'worker')}: {many(values, 'value')} of model "
+            f"{invitation.model}, {how}{_part(invitation)}."
         )
         try:
-            served.serve(_reporting(served, report))
-            registered.close()  # before the run ends, and removes what it has in the store
+            served.serve(_reporting(served, invitation, report))
+            registered.rest()  # before the run ends, and removes what it has in the store
             served.release()
         except PeerLost as error:
             peer = error.peer
             lost = "a worker" if peer is None else invitation.names[peer]
-            raise PeerLost(f"the averaging server lost {lost}: {error.cause}.") from error
+            raise PeerLost(f"the {invitation.role} lost {lost}: {error.cause}.") from error
         finally:
-            report(_account(served))
+            report(_account(served, invitation))
+
+
+def _serving(window: Window, layout: Layout, invitation: Invitation) -> Serving:
+    if invitation.role == PARAMETERS:
+        return ParameterServer(window, layout, Timeout(invitation.timeout, invitation.timeout))
+    return ShardServer(window, layout)
+
+
+def _part(invitation: Invitation) -> str:
+    """Return which part of the values this server has, a clause; "" where there is no other."""
+    count = len(invitation.servers)
+    return f", as server {invitation.number + 1} of {count}" if count > 1 else ""
 
 
 def serve_generations(
@@ -117,6 +193,8 @@ def serve_generations(
     set_serving: Callable[[bool], None] = lambda serving: None,
 ) -> None:
     """Answer an invitation, serve, and continue with the workers' next generation after a loss.
+
+    Parameter servers also continue when the workers bind other parameters.
 
     Args:
         registered: the server's registration.
@@ -136,16 +214,23 @@ def serve_generations(
         if reason:
             raise ConfigError(f"this server refuses to serve the run: {reason}")
         set_serving(True)
+        loss: CommError | None = None
         try:
-            return serve(registered, invitation, limit=limit, report=report)
+            serve(registered, invitation, limit=limit, report=report)
         except CommError as error:
-            set_serving(False)
-            following = registered.following(invitation)
+            loss = error
+        if loss is None and invitation.role == AVERAGING:
+            return
+        set_serving(False)
+        following = registered.following(invitation)
+        if loss is not None:
             if following is None:
-                raise
-            report(f"{error} The workers continue in their next generation.")
-            invitation = following
-            limit = following.timeout
+                raise loss
+            report(f"{loss} The workers continue in their next generation.")
+        if following is None:
+            return
+        invitation = following
+        limit = following.timeout
 
 
 def layout_of(invitation: Invitation) -> Layout:
@@ -158,14 +243,16 @@ def layout_of(invitation: Invitation) -> Layout:
     codec = merge_codec(invitation.wire)
     specs = [
         BucketSpec(
-            lengths=(bucket.numel,),
+            lengths=bucket.lengths,
             dtype=_DTYPES[bucket.dtype],
             codec=codec if bucket.encoded else None,
             suppresses_zeros=bucket.suppresses_zeros,
+            returns_parameters=bucket.returns_parameters,
+            rooms=bucket.rooms,
         )
         for bucket in invitation.buckets
     ]
-    topology = Topology.of(invitation.workers_per_machine).served_by("this server")
+    topology = Topology.of(invitation.workers_per_machine).served_by(*invitation.servers)
     layout = lay_out(specs, topology)
     if layout.server_size != invitation.size:
         raise CommError(
@@ -175,24 +262,27 @@ def layout_of(invitation: Invitation) -> Layout:
     return layout
 
 
-def _reporting(server: ShardServer, report: Callable[[str], None]) -> Callable[[], None]:
-    """Return what reports the merges so far, about once a minute."""
+def _reporting(
+    served: Serving, invitation: Invitation, report: Callable[[str], None]
+) -> Callable[[], None]:
+    """Return what reports what was served so far, about once a minute."""
     reported = time.monotonic()
-    merges = 0
+    versions = 0
 
     def check() -> None:
-        nonlocal reported, merges
+        nonlocal reported, versions
         now = time.monotonic()
         if now - reported >= _REPORT_S:
             reported = now
-            before = merges
-            merges = min(server.versions)
-            if merges > before:
-                report(_account(server))
+            before = versions
+            versions = min(served.versions)
+            if versions > before:
+                report(_account(served, invitation))
 
     return check
 
 
-def _account(server: ShardServer) -> str:
-    size = server.nbytes / 2**20
-    return f"{many(min(server.versions), 'merge')} of {size:,.1f} MiB, sent to each worker."
+def _account(served: Serving, invitation: Invitation) -> str:
+    size = served.nbytes / 2**20
+    what = "exchange" if invitation.role == PARAMETERS else "merge"
+    return f"{many(min(served.versions), what)} of {size:,.1f} MiB, sent to each worker."

@@ -1,10 +1,7 @@
-"""Preflight of `paceline train`: what the ranks compare before anything of a model travels."""
+"""Preflight of `paceline train`: what the ranks compare before they connect."""
 
 from __future__ import annotations
 
-from itertools import chain
-
-from torch import nn
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Group
@@ -12,12 +9,11 @@ from paceline.cluster.rendezvous.preflight import (
     compare,
     configuration_facts,
     data_facts,
-    model_facts,
     token_facts,
     version_facts,
 )
 from paceline.config.train import TrainConfig
-from paceline.wiring import Databases
+from paceline.session.sources import Databases
 
 
 def agree_on_inputs(config: TrainConfig, group: Group, store: Store, sources: Databases) -> None:
@@ -39,14 +35,3 @@ def agree_on_inputs(config: TrainConfig, group: Group, store: Store, sources: Da
     }
     for subject, facts in subjects.items():
         compare(store, group, subject, facts, timeout=limit)
-
-
-def agree_on_model(config: TrainConfig, group: Group, store: Store, model: nn.Module) -> None:
-    """Require the same names, shapes and types of parameters and buffers; collective.
-
-    Raises:
-        ConfigError: two ranks differ; names what, and both values.
-        CommError: a rank has failed, or is silent for `--first_iter_timeout`.
-    """
-    facts = model_facts(chain(model.named_parameters(), model.named_buffers()))
-    compare(store, group, "model", facts, timeout=config.world.first_iter_timeout)

@@ -16,15 +16,15 @@ from paceline.models.zoo import model_factory
 from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
-from paceline.server.average_server import refuse_server
+from paceline.server.met_servers import refuse_server
 from paceline.session.decoding import no_gpu
+from paceline.session.exchange_checks import check_shares, refuse_gpu
 from paceline.session.resume.start import check_order, check_origin
+from paceline.session.sources import Databases, labels_beyond, open_sources, order_of
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.connections import refuse_shared_gpu
-from paceline.wiring.exchange import check_shares, refuse_gpu
 from paceline.wiring.model import refuse_emulation
-from paceline.wiring.sources import Databases, labels_beyond, open_sources, order_of
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:

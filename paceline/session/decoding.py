@@ -1,4 +1,4 @@
-"""What makes the batches of a rank, as the flags say."""
+"""Decoding of `paceline train`: the processes and devices that make a rank's batches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.run import Run
-from paceline.wiring.sources import cores_per_worker, order_of
+from paceline.session.sources import cores_per_worker, order_of
 
 
 class Decoding:
-    """What makes a rank's batches, of training and evaluation: processes, GPU, or both.
+    """Decoding of a rank's batches, of training and evaluation: by processes, a GPU, or both.
 
     Args:
         config: the run's.
@@ -76,7 +76,8 @@ class Decoding:
             cuda=device.type == "cuda",
             limit=limit,
             device=self.present,
-            note=lambda text: run.recorder.event("note", text=f"Rank {group.rank}: {text}"),
+            recorder=run.recorder,
+            process=f"Rank {group.rank}",
         )
 
     def loader(self, source: Source, *, train: bool) -> DatabaseLoader:
@@ -103,7 +104,7 @@ class Decoding:
             order,
             maker,
             skip_bad=data.bad_records == "skip",
-            warn=lambda text: self._run.recorder.event("note", text=text),
+            recorder=self._run.recorder,
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ a smaller list before anything is dropped: a vote that begins at any moment find
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.errors import CommError, CommTimeout, ConfigError
 from paceline.snapshots.own_part import OwnPart
-from paceline.snapshots.part_copies import Bytes, PartCopies, is_of
+
+Bytes = bytes | bytearray | memoryview
+PartName = tuple[SnapshotName, str]  # with the owner's id
 
 _END_LIMIT = 5.0  # seconds that the end waits for a part that is being sent
 _BACKUP = "backup"  # frame of a part for its holder
@@ -74,7 +76,7 @@ class SnapshotBackup:
         self._durable: tuple[Held, ...] = ()
         self._changed = threading.Condition()  # guards all that follows
         self._own: dict[SnapshotName, _Own] = {}
-        self._copies = PartCopies()
+        self._copies: dict[PartName, Bytes] = {}  # of others' parts, the oldest first
         self._confirmed: set[SnapshotName] = set()
         self._acknowledged: set[SnapshotName] = set()
         self._prefix = ""  # of the names whose copies are accepted; "" between generations
@@ -82,8 +84,8 @@ class SnapshotBackup:
         self._failure: ConfigError | None = None
         self._queue: SimpleQueue[tuple[str, SnapshotName, str, OwnPart] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._frames.handle(_BACKUP, self._receive)
-        self._frames.handle(_CONFIRMED, self._confirm)
+        self._frames.handle(_BACKUP, self)
+        self._frames.handle(_CONFIRMED, self)
 
     def begin_generation(self, prefix: str) -> None:
         """Accept the copies of a generation's snapshots, before its ranks connect.
@@ -188,13 +190,13 @@ class SnapshotBackup:
             CommError: the machine has promised to end the generation: nothing is dropped.
         """
         with self._changed:
-            dropped = self._copies.superseded(name, self._prefix)
+            dropped = superseded(self._copies, name, self._prefix)
             own = {each: parts for each, parts in self._own.items() if each in retained}
             if not self._acknowledge(self._held(own, without=dropped)):
                 raise CommError(_ENDS)
             self._own = own
             for each in dropped:
-                self._copies.remove(*each)
+                del self._copies[each]
             self._forget_others()
 
     def leave_generation(self, retained: Collection[SnapshotName]) -> None:
@@ -202,7 +204,7 @@ class SnapshotBackup:
         with self._changed:
             self._prefix = ""
             self._own = {name: parts for name, parts in self._own.items() if name in retained}
-            self._copies.retain(self._own)
+            self._copies = {one: copy for one, copy in self._copies.items() if one[0] in self._own}
             self._forget_others()
 
     def add_durable(self, held: Held) -> None:
@@ -215,7 +217,7 @@ class SnapshotBackup:
         """Drop everything: no snapshots are taken any more."""
         with self._changed:
             self._own = {}
-            self._copies.retain(())
+            self._copies = {}
             self._forget_others()
             self._record()
 
@@ -231,35 +233,19 @@ class SnapshotBackup:
             CommError: a copy can't be read.
         """
         with self._changed:
-            copies = [self._copies.find(name, owner) for owner in lost]
+            copies = [self._copies.get((name, owner)) for owner in lost]
         return [OwnPart.unpack(copy) for copy in copies if copy is not None]
 
-    def receive(self, name: SnapshotName, owner: str, data: Bytes) -> bool:
-        """Hold a copy of another member's part; called by the line's thread.
-
-        Args:
-            name: of the snapshot.
-            owner: the other member's id.
-            data: the part, which stays as it is.
-
-        Returns:
-            whether it is held, so that it is to be confirmed.
-        """
-        with self._changed:
-            if not is_of(self._prefix, name):
-                return False
-            self._copies.add(name, owner, data)
-            if self._record():
-                return True
-            self._copies.remove(name, owner)
-            return False
-
-    def confirm(self, name: SnapshotName) -> None:
-        """Note that the holder has this member's part; called by the line's thread."""
-        with self._changed:
-            if name in self._own:
-                self._confirmed.add(name)
-                self._changed.notify_all()
+    def receive(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | bytearray
+    ) -> None:
+        """Handle a part of another member, or its confirmation of this one's: as `FrameHandler`."""
+        name = SnapshotName(body["token"], body["step"])
+        if kind == _CONFIRMED:
+            self._note_confirmed(name)
+        elif self._hold_copy(name, body["owner"], bulk):
+            confirmed: dict[str, Any] = {"token": name.token, "step": name.step}
+            self._frames.send(peer, _CONFIRMED, confirmed)
 
     def interrupt(self) -> None:
         """End a wait for a confirmation, because the generation ends; from any thread."""
@@ -288,14 +274,29 @@ class SnapshotBackup:
                     self._changed.notify_all()
             del task, part  # the snapshot's memory, while this thread waits
 
-    def _receive(self, peer: str, body: Mapping[str, Any], data: Bytes) -> None:
-        name = SnapshotName(body["token"], body["step"])
-        if self.receive(name, body["owner"], data):
-            confirmed: dict[str, Any] = {"token": name.token, "step": name.step}
-            self._frames.send(peer, _CONFIRMED, confirmed)
+    def _hold_copy(self, name: SnapshotName, owner: str, data: Bytes) -> bool:
+        """Hold a copy of another member's part; return whether it is held.
 
-    def _confirm(self, peer: str, body: Mapping[str, Any], data: Bytes) -> None:
-        self.confirm(SnapshotName(body["token"], body["step"]))
+        Args:
+            name: of the snapshot.
+            owner: the other member's id.
+            data: the part, which stays as it is.
+        """
+        with self._changed:
+            if not is_of(self._prefix, name):
+                return False
+            self._copies[name, owner] = data
+            if self._record():
+                return True
+            del self._copies[name, owner]
+            return False
+
+    def _note_confirmed(self, name: SnapshotName) -> None:
+        """Note that the holder has this member's part."""
+        with self._changed:
+            if name in self._own:
+                self._confirmed.add(name)
+                self._changed.notify_all()
 
     def _sends(self, name: SnapshotName) -> bool:
         """Return whether a part is still to be sent: its generation is the present one."""
@@ -329,11 +330,12 @@ class SnapshotBackup:
     def _held(
         self,
         own: Mapping[SnapshotName, _Own],
-        without: Sequence[tuple[SnapshotName, str]] = (),
+        without: Collection[PartName] = (),
     ) -> dict[SnapshotName, HeldParts]:
         held = {}
+        remaining = self._copies.keys() - set(without)
         for name, (owner, whole, completed, complete) in own.items():
-            copies = {each for each in self._copies.owners(name) if (name, each) not in without}
+            copies = {other for each, other in remaining if each == name}
             held[name] = HeldParts(
                 parts=frozenset({owner, *copies}),
                 whole=whole,
@@ -346,3 +348,31 @@ class SnapshotBackup:
         """Forget the confirmations of snapshots that aren't held any more."""
         self._confirmed &= self._own.keys()
         self._acknowledged &= self._own.keys()
+
+
+def superseded(copies: Iterable[PartName], name: SnapshotName, newer: str) -> list[PartName]:
+    """List the copies that a committed snapshot supersedes.
+
+    Those of its owners are superseded that were received before its own part; of other owners,
+    those of other generations.
+
+    Args:
+        copies: of parts, in the order in which they were received.
+        name: of the committed snapshot.
+        newer: prefix of the names of the present generation's snapshots.
+    """
+    order = list(copies)
+    found = []
+    for number, (each, owner) in enumerate(order):
+        if (name, owner) in order:
+            older = number < order.index((name, owner))
+        else:
+            older = each != name and not is_of(newer, each)
+        if older:
+            found.append((each, owner))
+    return found
+
+
+def is_of(prefix: str, name: SnapshotName) -> bool:
+    """Return whether a snapshot was taken in the generation with this key prefix."""
+    return bool(prefix) and f"{name.token}/".startswith(f"{prefix}/")

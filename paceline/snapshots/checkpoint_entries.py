@@ -1,4 +1,4 @@
-"""State dicts of model and optimizer, made of a snapshot for a checkpoint file.
+"""Checkpoints, made of a snapshot: state dicts of model and optimizer, and the run's position.
 
     snapshot: parameters, buffers, … by name  ──▶  model.state_dict(), optimizer.state_dict(), …
 
@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.lineage import as_values
 from paceline.reduce.rank_state import OPTIMIZER as WHOLE_OPTIMIZER
 from paceline.replica.state_parts import (
     BUFFERS,
@@ -26,11 +28,16 @@ from paceline.replica.state_parts import (
     OTHER,
     OWN_OPTIMIZER,
     PARAMETERS,
+    POSITION,
     SAVED,
     TRACKED,
     parts_of,
 )
-from paceline.snapshots.objects import StateObjects
+from paceline.snapshots.objects import StateObjects, entry_names
+from paceline.snapshots.store import Borrowed
+from paceline.state.checkpoint_files import exchange_entry
+from paceline.state.checkpoint_writer import Checkpoint
+from paceline.state.state_copy import copy_state
 
 _Parts = Mapping[str, Mapping[Any, Any]]
 
@@ -47,6 +54,85 @@ def is_plain(model: nn.Module, optimizer: Optimizer) -> bool:
     before = optimizer._optimizer_state_dict_pre_hooks
     after = optimizer._optimizer_state_dict_post_hooks
     return all(modules) and "state_dict" not in vars(optimizer) and not any(_foreign(before, after))
+
+
+def all_plain(objects: StateObjects) -> bool:
+    """Return whether the state dicts of all pairs can be made of snapshots."""
+    return all(is_plain(pair.model, pair.optimizer) for pair in objects.pairs)
+
+
+def fits(state: _Parts, objects: StateObjects, bound: Sequence[Mapping[nn.Parameter, str]]) -> bool:
+    """Return whether a snapshot has all entries that the models' plain state dicts have now.
+
+    Args:
+        state: the snapshot's parts.
+        objects: the objects whose state it is.
+        bound: each pair's names of the parameters, as they were when it was bound.
+    """
+    names = [pair.trained().names for pair in objects.pairs]
+    if names != bound:  # a module was added or replaced since
+        return False
+    return all(
+        _entries_now(pair, own) == parts_of(state, number)[ENTRIES]
+        for number, (pair, own) in enumerate(zip(objects.pairs, names, strict=True))
+    )
+
+
+def _entries_now(pair: StateObjects, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    if not pair.scope.first:
+        return {}
+    if pair.scope.others:
+        names = {p: name for name, p in pair.model.named_parameters()}
+    return entry_names(pair.model, names)
+
+
+def make_checkpoint(
+    snapshot: Borrowed,
+    objects: StateObjects,
+    generation: Generation,
+    sums: Mapping[int, list[float]],
+    gathered: Mapping[str, Any] | None = None,
+    *,
+    plain: bool = True,
+    best: bool = False,
+) -> Checkpoint:
+    """Make a checkpoint of a snapshot.
+
+    Args:
+        snapshot: the snapshot.
+        objects: the objects whose state it is.
+        generation: the present one, whose number and lineage the checkpoint has.
+        sums: over all ranks and the epoch's steps up to a step, by that step. A snapshot's position
+            lacks those of steps whose summaries came later.
+        gathered: what the ranks have besides model and optimizer, before the same step.
+        plain: its state dicts can be made of it; otherwise they are copied from the objects.
+        best: it is the best so far.
+    """
+    state = snapshot.state
+    of_pairs = [gathered or {}]
+    if objects.others:
+        of_pairs = [(gathered or {}).get(str(pair)) or {} for pair in range(len(objects.pairs))]
+    position = dict(state[POSITION])
+    del position["members"]
+    if sent := position.pop("sent"):  # by this rank alone
+        position["sums"] = sums[max(sent)]
+    position["generation"] = generation.number
+    entries = checkpoint_entries(state, objects, of_pairs)
+    for number, (pair, own) in enumerate(zip(objects.pairs, of_pairs, strict=True)):
+        model, optimizer = pair.entries
+        if not plain and pair.scope.first:
+            entries[model] = with_metadata(copy_state(pair.model.state_dict()), pair.model)
+        if not plain and WHOLE_OPTIMIZER not in own:
+            entries[optimizer] = copy_state(pair.optimizer.state_dict())
+        if exchange := {key: value for key, value in own.items() if key != WHOLE_OPTIMIZER}:
+            entries[exchange_entry(number)] = exchange
+    return Checkpoint(
+        name=snapshot.name,
+        step=position["number"],
+        state={**entries, "position": position, "lineage": as_values(generation.lineage)},
+        parameters=snapshot_parameters(state, objects),
+        best=best,
+    )
 
 
 def with_metadata(entries: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, Any]:

@@ -14,7 +14,7 @@ steps. Once their summaries are received, each rank has the whole snapshot: it i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import total
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
+from paceline.replica.group import AnyReplica
 from paceline.replica.state_parts import POSITION
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.own_part import OwnPart
@@ -40,7 +41,7 @@ class SnapshotCommits:
         pairs: the number of pairs of a model and an optimizer.
         backup: sends the own part to the backup holder; None: no rank has copies, and what is held
             is acknowledged.
-        divided: returns whether ranks have state of their own; the same on all ranks.
+        replica: the model's replica, which says whether ranks divide state.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class SnapshotCommits:
         snapshots: SnapshotStore,
         pairs: int,
         backup: SnapshotBackup | None,
-        divided: Callable[[], bool],
+        replica: AnyReplica,
     ) -> None:
         self._run = run
         self._snapshots = snapshots
         self._pairs = pairs
         self._backup = backup
-        self._divided = divided
+        self._replica = replica
         self._totals: dict[SnapshotName, dict[int, Tensor]] = {}  # of steps before the snapshot
         self._reported: dict[int, Sequence[SnapshotName]] = {}  # uncommitted ones, by summary
         self._acknowledged: deque[SnapshotName] = deque()  # by all ranks; to be committed
@@ -122,7 +123,7 @@ class SnapshotCommits:
         if not names:
             return False
         if self._backup is not None:
-            context.interrupt_too(self._backup)
+            context.let_interrupt(self._backup)
             for name in names:
                 if not self._acknowledges(name):
                     self._backup.wait(name, context.limits[1])
@@ -212,7 +213,7 @@ class SnapshotCommits:
 
     def _complete(self, name: SnapshotName) -> bool:
         """Return whether this rank needs no other one's part of a held snapshot."""
-        return not self._divided() and self._sent(name).keys() <= self.totals(name).keys()
+        return not self._replica.stateful and self._sent(name).keys() <= self.totals(name).keys()
 
     def _forget_totals(self) -> None:
         held = self._snapshots.held

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
 from paceline.replica.earlier_buffers import computed_buffers, named_buffers
@@ -41,6 +40,7 @@ from paceline.replica.state_parts import (
     part_suffix,
 )
 from paceline.snapshots.objects import StateObjects, with_extra_state
+from paceline.timeline.timeline import Timeline
 from paceline.update.state_watch import plain_state
 
 
@@ -65,7 +65,8 @@ class StateCopier:
         name: of the snapshot.
         objects: the objects whose state is copied.
         position: of the run; plain values by name.
-        recorder: receives the spans `snapshot`.
+        timeline: measures the copies; None: nothing does.
+        span: what their spans are called.
     """
 
     def __init__(
@@ -74,13 +75,15 @@ class StateCopier:
         name: SnapshotName,
         objects: StateObjects,
         position: Mapping[str, Any],
-        recorder: Recorder | None = None,
+        timeline: Timeline | None = None,
+        span: str = "snapshot",
     ) -> None:
         self._snapshots = snapshots
         self._name = name
         self._objects = objects
         self._position = position
-        self._recorder = recorder or NullRecorder()
+        self._timeline = timeline or Timeline()
+        self._span_name = span
         self._pair = 0
         self._remaining = [len(objects.pairs)]  # pairs to copy, of all copiers of the snapshot
         self._names: Mapping[nn.Parameter, str] = {}
@@ -92,7 +95,9 @@ class StateCopier:
         copiers = []
         for number, objects in enumerate(self._objects.pairs):
             position = {} if number else self._position
-            copier = StateCopier(self._snapshots, self._name, objects, position, self._recorder)
+            copier = StateCopier(
+                self._snapshots, self._name, objects, position, self._timeline, self._span_name
+            )
             copier._pair = number
             copier._remaining = self._remaining
             copiers.append(copier)
@@ -208,5 +213,5 @@ class StateCopier:
     @contextmanager
     def _span(self) -> Iterator[None]:
         """Measure a copy; whatever block reads first is around it: an evaluation's, say."""
-        with self._recorder.span("snapshot"), torch.inference_mode(False), torch.no_grad():
+        with self._timeline.span(self._span_name), torch.inference_mode(False), torch.no_grad():
             yield

@@ -35,7 +35,7 @@ class DurableFiles:
         self._frames = frames
         self._backup = backup
         self._folder = folder
-        frames.handle(_DURABLE, self._note_written)
+        frames.handle(_DURABLE, self)
 
     def written(self, checkpoint: Checkpoint, path: Path) -> None:
         """Report to all members that a checkpoint is on this machine's disk; from any thread."""
@@ -58,7 +58,9 @@ class DurableFiles:
         }
         self._frames.broadcast(_DURABLE, body)
 
-    def _note_written(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+    def receive(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | bytearray
+    ) -> None:
         """Note a checkpoint that another member has written, if this machine has the file, too."""
         with suppress(CheckpointError, OSError):
             path = self._folder / FOLDER / Path(body["file"]).name

@@ -95,7 +95,7 @@ class ReplicaCheck:
             the code of its checksums; and the interval that rank 0 asks for, 0 for none.
         """
         began = time.monotonic()
-        with self._run.recorder.span("check"), torch.no_grad():
+        with self._run.timeline.span("check"), torch.no_grad():
             self._sums[step] = sums = _checksums(state)
             code = code_of(sums)
         now = time.monotonic()
@@ -160,7 +160,7 @@ class ReplicaCheck:
             ReplicasDiffer: it differs between ranks.
             CommError: a peer was lost, or silent.
         """
-        with self._run.recorder.span("check"), torch.no_grad():
+        with self._run.timeline.span("check"), torch.no_grad():
             sums = _checksums(state) if state is not None and self.enabled else {}
             code = code_of(sums)
         codes = torch.tensor([code, code**2], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Restores a snapshot's state into the same model, optimizer and tracked objects, in place."""
+"""Restores the state of a snapshot, or of a checkpoint file, into the same objects, in place."""
 
 from __future__ import annotations
 
@@ -51,6 +51,33 @@ def restore_state(
     """
     own = {str(i): _restore_pair(parts_of(state, i), pair) for i, pair in enumerate(objects.pairs)}
     return own if objects.others else own["0"]
+
+
+def restore_checkpoint(entries: Mapping[str, Any], objects: StateObjects) -> None:
+    """Restore what `checkpoint_entries` returned; no replica is bound to the models.
+
+    Objects that weren't tracked when the file was written stay as they are.
+
+    Args:
+        entries: of the file, which stay as they are.
+        objects: the objects whose state it is.
+
+    Raises:
+        KeyError, RuntimeError, TypeError, ValueError: the state is another model's or optimizer's.
+    """
+    for pair in objects.pairs:
+        model, optimizer = pair.entries
+        if pair.scope.first:
+            pair.model.load_state_dict(entries[model])
+        pair.optimizer.load_state_dict(entries[optimizer])
+        for p in pair.trained().names:
+            p.grad = None
+    tracked = entries[objects.tracked_entry] if objects.tracked_entry else entries
+    for name, one in objects.tracked.items():
+        if name in tracked:
+            one.load_state_dict(copy_state(tracked[name]))
+        if isinstance(one, GradScaler) and one.is_enabled():
+            reset_stages(one)
 
 
 @torch.no_grad()

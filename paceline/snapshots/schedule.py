@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any, Protocol
 
 from paceline.comm.communicator import broadcast_state
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.replica.group import AnyReplica
-from paceline.snapshots.checkpoint_builder import CheckpointBuilder
+from paceline.replica.state_parts import POSITION
+from paceline.snapshots.checkpoint_entries import all_plain, fits, make_checkpoint
 from paceline.snapshots.position import Position
 from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.snapshots.store import Borrowed
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
 
 _COST = 0.005  # of the time, for gathering
+_TRIES = 10  # to make a file, each after a newer snapshot was committed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,20 @@ class Request(IntEnum):
     SAVE = 2
 
 
+class Settling(Protocol):
+    """Protocol of the step driver, as far as a checkpoint waits for it."""
+
+    def settle(self) -> Position:
+        """Settle the replica, and receive all summaries; collective.
+
+        Returns:
+            the run's position.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+
+
 class CheckpointSchedule:
     """Checkpoint schedule: decides alike on all ranks when to copy and when to save.
 
@@ -70,7 +88,7 @@ class CheckpointSchedule:
         snapshots: this rank's snapshots; rank 0 decides whether they are taken.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         policy: when to save within an epoch; that of the first rank 0 is used.
-        settle: settles the replica, receives all summaries, and returns the run's position.
+        steps: makes the steps.
         clock: returns seconds since an arbitrary origin.
 
     Raises:
@@ -84,16 +102,20 @@ class CheckpointSchedule:
         snapshots: StepSnapshots,
         writer: CheckpointWriter | None,
         policy: SavePolicy,
-        settle: Callable[[], Position],
+        steps: Settling,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._replica = replica
         self._snapshots = snapshots
         self._writer = writer
-        self._settle = settle
+        self._steps = steps
         self._clock = clock
-        self._builder = CheckpointBuilder(run, replica, snapshots)
+        self._sums: dict[int, list[float]] = {}  # of the epoch up to a step, over all ranks
+        # The newest checkpoint that was copied at once, where no snapshot can be used.
+        self._copied: Checkpoint | None = None
+        # Whether checkpoints can be made of snapshots, when that was last looked at.
+        self._plain = all_plain(snapshots.objects)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
         received = broadcast_state(run.context.group("all", "steps"), settings, what)
@@ -101,7 +123,7 @@ class CheckpointSchedule:
         _, intervals, snapshots.enabled, snapshots.check.due = received
         self._policy = SavePolicy(**intervals)
         if writer is not None:
-            writer.newest = self._builder.newest
+            writer.memory = self
         self.begin_generation(0, saved=True)
 
     def begin_generation(self, number: int, *, saved: bool) -> None:
@@ -114,7 +136,8 @@ class CheckpointSchedule:
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
-        self._builder.begin_generation(number)
+        self._sums = {step: sums for step, sums in self._sums.items() if step < number}
+        self._copied = None
         if self._writes is not None:
             self._writes.begin_generation(number)
         self._saved_at = self._clock()
@@ -125,7 +148,7 @@ class CheckpointSchedule:
     def discard(self) -> None:
         """Discard all states in memory, because the replicas differ: no file is made of them."""
         self._snapshots.discard()
-        self._builder.copied = None
+        self._copied = None
         self._due.clear()
 
     @property
@@ -148,7 +171,7 @@ class CheckpointSchedule:
         self._snapshots.receive(summary)
         if summary.request:
             self._requests.append((summary.step, Request(summary.request)))
-        self._builder.sums[summary.step] = sums
+        self._sums[summary.step] = sums
 
     def report(self, number: int, seconds: float) -> tuple[int, Sequence[bool], int]:
         """Return what this rank reports after step `number`, which took so many seconds.
@@ -174,7 +197,7 @@ class CheckpointSchedule:
         self._publish_committed(before=number - 1)
         newest = self._snapshots.newest_committed
         done = position.number
-        self._builder.forget_sums(before=number if newest is None else newest.step)
+        self._forget_sums(before=number if newest is None else newest.step)
         request = self._due_request(number, done)
         if self._due and not self._snapshots.on:  # were switched off since
             self._due = set()
@@ -194,10 +217,10 @@ class CheckpointSchedule:
         due = wanted or (useful and not next_is_due)
         if due and self._snapshots.takes(number, wanted=wanted):
             if self._snapshots.alone:
-                self._settle()  # it is committed at once, and has all sums
+                self._steps.settle()  # it is committed at once, and has all sums
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval
-        if wanted and self._writes is not None and not self._builder.is_plain():
+        if wanted and self._writes is not None and not self._look_whether_plain():
             self._due.discard(number)
             self.save(together=False)
 
@@ -207,7 +230,7 @@ class CheckpointSchedule:
         An evaluation may follow, in which a signal finds this state. Where weights are averaged, it
         finds an older one: gathering all workers' weights takes as long as many merges.
         """
-        self._publish_committed(before=self._settle().number)
+        self._publish_committed(before=self._steps.settle().number)
         if (self._snapshots.on or self._copies) and self._replica.rounds is None:
             self._copy_now()
 
@@ -232,6 +255,20 @@ class CheckpointSchedule:
         else:  # other ranks don't know, and decide by `_saved_number`
             self._saved_at = self._clock()
 
+    def newest(self) -> Checkpoint | None:
+        """Return the newest state in memory of which a file can be made; from any thread."""
+        if not self._plain or self._gathers:
+            return self._copied
+        for _ in range(_TRIES):  # another thread may commit a newer one, and forget sums
+            borrowed = self._snapshots.borrow()
+            if borrowed is None:
+                return self._copied
+            sent = borrowed.state[POSITION]["sent"]
+            sums = self._sums
+            if not sent or max(sent) in sums:
+                return self._make(borrowed, sums)
+        return None
+
     @property
     def _writes(self) -> CheckpointWriter | None:
         """The writer, while this process is the leader; else None."""
@@ -255,7 +292,7 @@ class CheckpointSchedule:
     @property
     def _copies(self) -> bool:
         """Whether state is also copied between checkpoints, for a stop signal."""
-        return self._gathers or (self._writes is not None and not self._builder.plain)
+        return self._gathers or (self._writes is not None and not self._plain)
 
     def _request(self, number: int) -> Request:
         """Return rank 0's request after `number` steps; each is made once."""
@@ -294,6 +331,30 @@ class CheckpointSchedule:
     def _due_by_steps(self, number: int) -> bool:
         return self._saving and self._policy.due_by_steps(number)
 
+    def _look_whether_plain(self) -> bool:
+        """Look whether checkpoints can be made of snapshots now, and return it."""
+        self._plain = all_plain(self._snapshots.objects)
+        return self._plain
+
+    def _forget_sums(self, *, before: int) -> None:
+        """Forget the sums that no snapshot from that before a step on needs."""
+        last = max((step for step in self._sums if step < before), default=before)
+        self._sums = {step: sums for step, sums in self._sums.items() if step >= last}
+
+    def _make(
+        self,
+        snapshot: Borrowed,
+        sums: Mapping[int, list[float]],
+        gathered: Mapping[str, Any] | None = None,
+        *,
+        best: bool = False,
+    ) -> Checkpoint:
+        generation = self._run.context.world.generation
+        objects = self._snapshots.objects
+        return make_checkpoint(
+            snapshot, objects, generation, sums, gathered, plain=self._plain, best=best
+        )
+
     def _note_saved(self, number: int) -> None:
         self._saved_at = self._clock()
         self._saved_number = number
@@ -313,8 +374,9 @@ class CheckpointSchedule:
         borrowed = self._snapshots.borrow()
         if self._writes is None or borrowed is None:
             return
-        if self._builder.fits(borrowed.state):
-            self._writes.publish(self._builder.make(borrowed))
+        objects = self._snapshots.objects
+        if self._look_whether_plain() and fits(borrowed.state, objects, self._replica.all_names):
+            self._writes.publish(self._make(borrowed, self._sums))
         else:
             self.save(together=False)
 
@@ -323,7 +385,7 @@ class CheckpointSchedule:
     ) -> tuple[Checkpoint | None, int]:
         """Settle and copy; return the checkpoint on rank 0, and the step that it precedes."""
         began = self._clock()
-        position = self._settle()
+        position = self._steps.settle()
         borrowed = None
         number = position.number
         if not self._saving:
@@ -337,13 +399,13 @@ class CheckpointSchedule:
             if self._writes is not None and not averaged:
                 borrowed = self._snapshots.borrow()
         if self._writes is not None and borrowed is None:
-            borrowed = self._builder.copy_alone(position)
+            borrowed = self._snapshots.copy_alone(number, asdict(position))
         gathered = self._replica.state() if self._gathers else None
         if borrowed is None:
             return None, number
-        self._builder.is_plain()
-        checkpoint = self._builder.make(borrowed, gathered, best=best)
-        self._builder.copied = checkpoint if self._copies else None
+        self._look_whether_plain()
+        checkpoint = self._make(borrowed, self._sums, gathered, best=best)
+        self._copied = checkpoint if self._copies else None
         self._copied_at = self._clock()
         self._cost = self._copied_at - began
         return checkpoint, number

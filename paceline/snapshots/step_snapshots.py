@@ -9,28 +9,33 @@ summaries alone; so does the interval between snapshots, which rank 0 measures. 
 by its generation, and by the step that follows it.
 
 Where weights are averaged, snapshots are taken where rounds end (`average_parts`).
+
+A snapshot is taken in every S-th step. S is chosen by measurement (`interval_of`):
+
+    S = the smallest integer with  cost / (S · step) < 0.9%,  at most `MAX_STEPS`
+
+`cost` is the median time of a snapshot's copies, and `step` the median time of a step without them.
+Until a first interval is known, each step is due; a later measurement uses the snapshots of the
+present interval. The first two snapshots don't count, because they allocate memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import Message, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
-from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.checksums import ChecksumParts, Parts
 from paceline.replica.group import AnyReplica
 from paceline.replica.state_parts import POSITION
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.commits import SnapshotCommits
 from paceline.snapshots.copier import StateCopier
-from paceline.snapshots.interval import SnapshotInterval
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
@@ -38,6 +43,10 @@ from paceline.snapshots.restore import restore_state
 from paceline.snapshots.store import Borrowed, SnapshotStore, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
+MAX_STEPS = 1_000  # that a run repeats after it has lost a rank
+_COST = 0.009  # of the time; what is promised is 1%, and some copies take longer
+_SKIPPED = 2  # of a generation's snapshots: the first are slower
+_COUNTED = 5  # snapshots that are measured
 
 
 class StepSnapshots:
@@ -58,6 +67,7 @@ class StepSnapshots:
         objects: the objects whose state is copied.
         check: the replica check, which compares what is copied.
         commits: commits what all ranks hold, and has copies of other ranks' parts.
+        interval: the interval between snapshots, in steps; 0 until the first one is measured.
         enabled: whether snapshots are taken, as long as there is memory.
     """
 
@@ -80,34 +90,26 @@ class StepSnapshots:
         self._limit_mb = limit_mb
         self._report = report
         self._snapshots = SnapshotStore()
-        self._interval = SnapshotInterval(interval)
+        self.interval = interval
+        # Seconds of each step, the copies' included, and of these; None: no interval is measured.
+        self._times: list[tuple[float, float]] | None = None if interval else []
         self.enabled = enabled
         self._off = False
         self.check = ReplicaCheck(run, enabled=check)
         self._summed: tuple[int, ChecksumParts] | None = None  # a step, and the state before it
-        self._copies = _Spans(run, "snapshot")
+        self._copied = 0.0  # seconds of copies until the present step
         self._between = 0
-        self._checks = _Spans(run, "check")
+        self._checked = 0.0  # seconds of checks before the present one
         self._bindings = replica.bindings  # during which the interval is measured
         # Received, and obeyed by all ranks at a later boundary.
         self._summaries: deque[StepSummary] = deque()
-        self.commits = SnapshotCommits(
-            run,
-            self._snapshots,
-            len(objects.pairs),
-            backup,
-            divided=lambda: self._replica.stateful,
-        )
+        self._copied_alone = 0  # copies that no other rank has
+        self.commits = SnapshotCommits(run, self._snapshots, len(objects.pairs), backup, replica)
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
         """Names of the snapshots that this rank holds, oldest first."""
         return self._snapshots.held
-
-    @property
-    def interval(self) -> int:
-        """The interval between snapshots, in steps; 0 until the first one is measured."""
-        return self._interval.steps
 
     @property
     def on(self) -> bool:
@@ -168,7 +170,7 @@ class StepSnapshots:
             position: of the run; plain values by name.
             wanted: it is due, whatever the interval.
         """
-        self._copies.seconds = 0.0
+        self._copied = self._run.timeline.seconds("snapshot")
         if not self.takes(step, wanted=wanted):
             return
         if self.alone:
@@ -209,14 +211,31 @@ class StepSnapshots:
             self.commits.wait()
             self.commits.commit_next()
 
+    def copy_alone(self, step: int, position: Mapping[str, Any]) -> Borrowed:
+        """Copy the settled state before a step, which no other rank holds; local.
+
+        Args:
+            step: the step's number.
+            position: of the run, with all sums; plain values by name.
+        """
+        own = SnapshotStore()
+        name = SnapshotName(f"own/{self._copied_alone}", step)
+        self._copied_alone += 1
+        whole = {**position, "sent": {}, "members": ()}
+        self._replica.copy_now(StateCopier(own, name, self.objects, whole), own=False)
+        own.commit(name)
+        borrowed = own.borrow()
+        assert borrowed is not None
+        return borrowed
+
     def check_state(self, step: int) -> None:
         """Let the step that begins sum the state before it, where no snapshot copies it."""
         rare = self._replica.rounds is not None  # snapshots, which otherwise are compared
         if (rare or not self.on) and not self.alone:
             parts = self._new_checksums()
             self._summed = step, parts
-            name = self._name(step)
-            self._replica.copy_in_step(StateCopier(parts, name, self.objects, {}, self._checks))
+            self._checked = self._run.timeline.seconds("check")
+            self._replica.copy_in_step(self._summing_copier(parts, step))
 
     def compare(self, step: int) -> None:
         """Settle, and compare the state before a step at once, without a snapshot; collective.
@@ -235,16 +254,14 @@ class StepSnapshots:
         Returns:
             whether all its parameters are bound; others get rank 0's values in the next step.
         """
-        copier = StateCopier(parts, self._name(step), self.objects, {}, self._checks)
-        return self._replica.copy_now(copier, own=False)
+        return self._replica.copy_now(self._summing_copier(parts, step), own=False)
 
     def checksum_code(self, step: int) -> tuple[int, int]:
         """Return the code of the checked state before a step, and an interval; 0 without one."""
         if self._summed is not None and self._summed[0] == step:
             parts = self._summed[1]
             self._summed = None
-            spent = self._checks.seconds
-            self._checks.seconds = 0.0
+            spent = self._run.timeline.seconds("check") - self._checked
             return self.check.checksum_code(step, parts, spent)
         if self.alone or self._replica.rounds is not None or not self.holds(step):
             return 0, 0
@@ -269,12 +286,18 @@ class StepSnapshots:
             return 0
         if self._bindings != self._replica.bindings:
             self._bindings = self._replica.bindings
-            self._interval.restart()
-        self._interval.measure(seconds, self._copies.seconds)
-        self._copies.seconds = 0.0
+            self._times = []
+        copied = self._run.timeline.seconds("snapshot")
+        copying = copied - self._copied
+        self._copied = copied
+        choice = 0
+        if self._times is not None:
+            self._times.append((seconds, copying))
+            if copying:  # a further snapshot counts
+                choice = interval_of(self._times)
+            if choice:
+                self._times = None
         too_large = memory_note(self._snapshots.nbytes_required, self._limit_mb)
-        choice = self._interval.choice()
-        self._interval.measuring = self._interval.measuring and not choice
         return OFF if too_large else choice
 
     def receive(self, summary: StepSummary) -> None:
@@ -302,7 +325,7 @@ class StepSnapshots:
         self.commits.leave_generation(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
-        self._interval.steps = position["snapshot_interval"]
+        self.interval = position["snapshot_interval"]
         self._off = False
         if objects:
             restore_state(state, self.objects)
@@ -318,14 +341,19 @@ class StepSnapshots:
 
     def continue_from(self, interval: int) -> None:
         """Take snapshots again, with the interval that the durable state has; 0: it is measured."""
-        self._interval.steps = interval
+        self.interval = interval
         self._off = False
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         context = self._run.context
         ids = tuple(member.id for member in context.world.generation.members)
         position = {**position, "sent": dict(context.summaries.sent), "members": ids}
-        return StateCopier(self._snapshots, name, self.objects, position, self._copies)
+        return StateCopier(self._snapshots, name, self.objects, position, self._run.timeline)
+
+    def _summing_copier(self, parts: ChecksumParts, step: int) -> StateCopier:
+        """Return what adds the state before a step to checksums."""
+        timeline = self._run.timeline
+        return StateCopier(parts, self._name(step), self.objects, {}, timeline, "check")
 
     def _is_due(self, step: int) -> bool:
         """Return whether the interval asks for a snapshot; of averaged weights, where rounds end.
@@ -334,10 +362,10 @@ class StepSnapshots:
         """
         rounds = self._replica.rounds
         if rounds is None:
-            return self._interval.step_is_due(step)
+            return step_is_due(step, self.interval)
         began, ended = rounds.last_round
         steps = range(began + 1, ended + 1)
-        return step == ended and any(self._interval.step_is_due(each) for each in steps)
+        return step == ended and any(step_is_due(each, self.interval) for each in steps)
 
     def _new_checksums(self) -> ChecksumParts:
         """Make checksums of what ought to be equal on all ranks; of rounds, the anchor."""
@@ -362,29 +390,29 @@ class StepSnapshots:
             self._off = True
             self.discard()
         elif summary.interval:
-            self._interval.steps = summary.interval
+            self.interval = summary.interval
 
     def _name(self, step: int) -> SnapshotName:
         return SnapshotName(self._run.context.world.generation.key_prefix, step)
 
 
-class _Spans(NullRecorder):
-    """Recorder of a copier's spans, which the run's recorder receives too, under a name.
+def step_is_due(step: int, interval: int) -> bool:
+    """Return whether an interval asks for a snapshot before a step; 0 asks for each."""
+    return not interval or step % interval == 0
 
-    Attributes:
-        seconds: the sum of their times.
+
+def interval_of(times: Sequence[tuple[float, float]]) -> int:
+    """Return the interval, in steps; 0 as long as too few snapshots were taken.
+
+    Args:
+        times: of each step in seconds: the whole step, and the copies in it, 0 without a snapshot.
     """
-
-    def __init__(self, run: Run, name: str) -> None:
-        self._run = run
-        self._name = name
-        self.seconds = 0.0
-
-    @contextmanager
-    def span(self, name: str, **fields: object) -> Iterator[None]:
-        """Measure the block."""
-        recorder: Recorder = self._run.recorder
-        began = perf_counter()
-        with recorder.span(self._name, **fields):
-            yield
-        self.seconds += perf_counter() - began
+    copies = [number for number, (_, copying) in enumerate(times) if copying > 0]
+    if len(copies) < _SKIPPED + _COUNTED:
+        return 0
+    # Steps count from the same moment as copies do: both medians are of the same stretch.
+    counted = times[copies[_SKIPPED - 1] + 1 :]
+    cost = median(copying for _, copying in counted if copying > 0)
+    step = median(seconds - copying for seconds, copying in counted)
+    cheap = (steps for steps in range(1, MAX_STEPS) if cost < _COST * step * steps)
+    return next(cheap, MAX_STEPS)

@@ -55,6 +55,13 @@ class WrittenFiles(Protocol):
         """Note a file, before older ones are removed; called by the thread that has written it."""
 
 
+class StateInMemory(Protocol):
+    """Protocol of what has the newest state in memory."""
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest state that may be written, None without one; from any thread."""
+
+
 class _LeaseEnded(Exception):
     """The write lease ended while a file was being written."""
 
@@ -72,8 +79,7 @@ class CheckpointWriter:
             finite, so that they aren't written.
 
     Attributes:
-        newest: set by the owner; returns the newest state in memory that may be written, from any
-            thread; None if there is none.
+        memory: has what `rescue` writes; None: nothing yet.
         published: queue of (step, file), one for each file that was written.
     """
 
@@ -86,7 +92,7 @@ class CheckpointWriter:
         files: WrittenFiles | None = None,
         report: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.newest: Callable[[], Checkpoint | None] = lambda: None
+        self.memory: StateInMemory | None = None
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints = checkpoints
         self._constant = constant
@@ -123,7 +129,7 @@ class CheckpointWriter:
             the number of completed steps in the newest file; None if there is none.
         """
         with self._writing:  # afterwards a file that is being written now isn't written again
-            checkpoint = self.newest()
+            checkpoint = None if self.memory is None else self.memory.newest()
         if checkpoint is not None:
             self._write(checkpoint)
         return self._checkpoints.newest_step()

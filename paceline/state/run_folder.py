@@ -41,7 +41,7 @@ import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.cluster.membership.lineage import Lineage, as_values, of_values
-from paceline.config.train import difference
+from paceline.config.train import difference, edits
 from paceline.errors import ConfigError, Message, PacelineError
 
 CONFIG_NAME = "config.toml"
@@ -112,9 +112,7 @@ class RunFolder:
                 self._created = not self._found
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock(0)
-                known = _read(self.path / CONFIG_NAME)
-                if not known or difference(config, known):  # a new run, or more epochs
-                    write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+                self._write_config(config)
                 (self.path / FINISHED_NAME).unlink(missing_ok=True)  # it trains again
             except OSError as error:
                 self.close()
@@ -237,6 +235,19 @@ class RunFolder:
         files = self.path.glob("events.*.jsonl")
         return any(b'"event": "step"' in events.read_bytes() for events in files)
 
+    def _write_config(self, config: Mapping[str, object]) -> None:
+        """Write the configuration of a new run, or of one that continues with more epochs.
+
+        Hyperparameters stay as they were: `record_edits` records those of a start that isn't
+        refused.
+        """
+        path = self.path / CONFIG_NAME
+        known = _read(path)
+        if not known:
+            write_atomically(path, tomli_w.dumps(dict(config)))
+        elif difference(config, known):
+            write_atomically(path, tomli_w.dumps({**config, **edits(config, known)}))
+
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
         wanted: dict[str, Any] = tomllib.loads(tomli_w.dumps(dict(config)))
@@ -292,6 +303,23 @@ def is_finished(run: Path) -> bool:
         return content in (_FINISHED, _UNCONFIRMED)
     files = (events.read_bytes().rstrip() for events in run.glob("events.*.jsonl"))
     return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
+
+
+def record_edits(run: Path, config: Mapping[str, object]) -> None:
+    """Record the hyperparameters that a start edits, once the start can't be refused any more.
+
+    Args:
+        run: the run's folder, which has a configuration.
+        config: every flag that makes it this run, by name.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / CONFIG_NAME
+    known = _read(path)
+    if edited := edits(known, config):
+        with explained_writes(path):
+            write_atomically(path, tomli_w.dumps({**known, **edited}))
 
 
 def next_generation(run: Path) -> int:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.run import Run
+from paceline.timeline.timeline import WAIT_FOR_LAYERS
 from paceline.update.first_order import final_gradients, require_plain_backward
 
 
@@ -139,9 +139,8 @@ class LayerCommunicator:
         if self.share.steps_begun > 1:  # by now all ranks have compiled their models
             communicator.end_startup()
         ticket = communicator.all_reduce(tensor)
-        began = perf_counter()
-        ticket.wait(operation)
-        context.add_wait(perf_counter() - began)
+        with context.timeline.span(WAIT_FOR_LAYERS):
+            ticket.wait(operation)
         return tensor
 
     def gather(self, row: Tensor, operation: str) -> Tensor:

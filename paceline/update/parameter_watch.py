@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ _CONSTANT = frozenset(
 
 
 class Gap(Enum):
-    """What is pending.
+    """Gap between what a script sees of a step and its result: what is pending.
 
     Attributes:
         NOTHING: nothing; parameters have their own classes.
@@ -82,30 +82,36 @@ class Gap(Enum):
     UPDATES = 2
 
 
+class PendingStep(Protocol):
+    """Protocol of what a step has left pending, and a use of a parameter completes."""
+
+    def reduce(self) -> None:
+        """Make the gradients the global means, before `optimizer.step()`."""
+
+    def settle_for_use(self) -> None:
+        """Install the pending updates."""
+
+    def expose_gradients(self, parameter: nn.Parameter) -> None:
+        """Install the pending updates, and make the gradients the global means.
+
+        Args:
+            parameter: whose gradient is used.
+        """
+
+
 class ParameterWatch:
     """Parameter watch: completes what is pending when code outside of the model uses one.
 
     Args:
-        reduce: makes the gradients the global means, before `optimizer.step()`.
-        install: installs the pending updates.
-        expose: the same, and makes the gradients the global means; gets the parameter whose
-            gradient is used.
+        pending: the step that has left it pending.
 
     Attributes:
         gap: what is pending.
         left: whether a step has left gradients that aren't exchanged; a script may replace them.
     """
 
-    def __init__(
-        self,
-        *,
-        reduce: Callable[[], object],
-        install: Callable[[], object],
-        expose: Callable[[nn.Parameter], object],
-    ) -> None:
-        self._reduce = reduce
-        self._install = install
-        self._expose = expose
+    def __init__(self, pending: PendingStep) -> None:
+        self._pending = pending
         self._kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._own: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
@@ -166,16 +172,21 @@ class ParameterWatch:
                 # Such gradients are refused where they are read;
                 # a script that zeroes or replaces them is right.
                 if not self.left or function == _GET_GRADIENT:
-                    self._complete(self._reduce)
+                    with self._completing():
+                        self._pending.reduce()
             elif self.gap is Gap.UPDATES and of_gradient:
                 if function == _GET_GRADIENT and _has_gradient(parameter):
                     assert parameter is not None
-                    self._complete(lambda: self._expose(parameter))
+                    with self._completing():
+                        self._pending.expose_gradients(parameter)
             elif self.gap is Gap.UPDATES and not of_gradient and function not in _CONSTANT:
-                self._complete(self._install)
+                with self._completing():
+                    self._pending.settle_for_use()
             return self.gap is Gap.NOTHING
 
-    def _complete(self, how: Callable[[], object]) -> None:
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """Let the block complete what is pending; its uses of parameters aren't the script's."""
         # First, or what completes it would be taken for a use by the script.
         self.end()
         # The use may be inside of a transform of `torch.func`, which mustn't transform the update.
@@ -184,7 +195,7 @@ class ParameterWatch:
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            how()
+            yield
 
 
 class _Watched:
@@ -278,18 +289,11 @@ class GradientGuard:
     Args:
         parameters: the gradients' parameters, which are indexed 0, 1, …
         names: the parameters' names.
-        make_error: makes the error for a lost write, from the parameter's name.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        make_error: Callable[[str], ConfigError],
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._parameters = parameters
         self._names = names
-        self._make_error = make_error
         self._noted: dict[range, tuple[Sequence[Tensor], list[Any]]] = {}
 
     def note(self, indices: range, gradients: Sequence[Tensor]) -> None:
@@ -301,8 +305,11 @@ class GradientGuard:
         """
         self._noted[indices] = gradients, _marks_of(gradients)
 
-    def check(self) -> None:
+    def check(self, step: int) -> None:
         """Compare all noted gradients with the parameters' present ones, and forget these.
+
+        Args:
+            step: the present step's number, for the error.
 
         Raises:
             ConfigError: a gradient was written, converted, replaced or removed.
@@ -314,13 +321,13 @@ class GradientGuard:
             same = [*map(is_, now, gradients)]
             names = self._names[indices.start : indices.stop]
             if not all(same):
-                raise self._make_error(names[same.index(False)])
+                raise _lost_write(names[same.index(False)], step)
             if (written := _marks_of(gradients)) != marks:
                 views = [gradient._is_view() for gradient in gradients]  # they count others' writes
                 written = _without(views, written)
                 marks = _without(views, marks)
                 if written != marks:
-                    raise self._make_error(_first_difference(names, written, marks))
+                    raise _lost_write(_first_difference(names, written, marks), step)
 
     def clear(self) -> None:
         """Forget all noted gradients."""
@@ -342,6 +349,15 @@ def _first_difference(names: Sequence[str], now: Sequence[Any], then: Sequence[A
     """Return the name of the first tensor whose marks differ."""
     differ = [a != b for a, b in zip(now, then, strict=True)]
     return names[differ.index(True) % len(names)]
+
+
+def _lost_write(name: str, step: int) -> ConfigError:
+    """Return the error for a gradient that was written after it was sent."""
+    return ConfigError(
+        f"the gradient of {name} was modified between backward and optimizer.step() in step "
+        f"{step}, after it was sent: to modify gradients, call reduce() after backward, and modify "
+        "them after reduce(); call zero_grad() only after optimizer.step()."
+    )
 
 
 def _late_write(name: str) -> ConfigError:

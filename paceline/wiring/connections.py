@@ -1,26 +1,12 @@
-"""A worker's connections with the others, and their device."""
+"""Rules of workers that compute on GPUs, alone or several on one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
 from paceline.generation.context import GenerationContext
 from paceline.replica.checksums import name_ranks
-
-
-def device_of(config: TrainConfig, local_rank: int) -> torch.device:
-    """Return the device of a machine's worker."""
-    if config.world.use_cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if config.world.gpu_numbers:
-        return torch.device("cuda", config.world.gpu_numbers[local_rank])
-    if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
-        return torch.device("cuda", 0)
-    return torch.device("cuda", local_rank)
 
 
 def refuse_shared_gpu(sharing: Sequence[int], sync: str) -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
-from paceline.algorithms.method import Method
+from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
+from paceline.algorithms.served.served_optimizer import ServedOptimizer
+from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError, Message
+from paceline.errors import ConfigError, Message, many
 from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.run import Run
 from paceline.reduce.buckets import ALL, Bucket
 from paceline.reduce.dense_and_rows import dense_of
-from paceline.reduce.put_engine.layout import Topology
-from paceline.replica.binder import ExchangePlan, MakeMethod
+from paceline.reduce.put_engine.layout import Topology, most_shards
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.earlier_buffers import computed_buffers
 from paceline.replica.grouped_replica import GroupedReplica
@@ -37,6 +39,7 @@ from paceline.replica.trained_parameters import (
 )
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
+from paceline.server.met_servers import MetServers, meet_parameter_servers
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
@@ -53,10 +56,12 @@ class ExchangeGroups:
         model: the model, which may have row-sparse gradients.
         sync: the method, as it was given: "auto" may sum by collectives.
         index: of the pair among several; None: it is the only one.
+        servers: own the model's parameters; None: there are none.
 
     Attributes:
         run: as given.
         model: as given.
+        servers: those that have not been lost.
         steps: purpose of the group for what the host knows.
         gradients: purpose of the group for collectives where the model is; `steps` where a method
             has none.
@@ -66,11 +71,19 @@ class ExchangeGroups:
         CommError: a rank didn't come in time.
     """
 
-    def __init__(self, run: Run, model: nn.Module, sync: str, index: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        sync: str,
+        index: int | None = None,
+        servers: MetServers | None = None,
+    ) -> None:
         refuse_shared_gpu(run.context.sharing, sync)
         number = "" if index is None else f"/{index}"
         self.run = run
         self.model = model
+        self.servers = servers
         self._sync = sync
         self._machine = f"gradients{number}"
         self.steps = f"steps{number}"
@@ -114,8 +127,8 @@ def _allreduce(
         run.context.group("data", groups.gradients),
         make_updater(optimizer, buckets),
         statistics,
-        run.recorder,
-        groups.end_startup,
+        run.timeline,
+        groups,
         groups.rows,
     )
 
@@ -127,33 +140,95 @@ def _notified(
     config: SyncConfig,
     groups: ExchangeGroups,
 ) -> GradientSynchronizer:
+    options = _put_options(buckets, config, groups)
+    if config.update == "sharded":
+        return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
+    return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
+
+
+def _served(
+    buckets: Sequence[Bucket],
+    optimizer: Optimizer,
+    statistics: RunningStatistics,
+    config: SyncConfig,
+    groups: ExchangeGroups,
+) -> GradientSynchronizer:
+    options = _put_options(buckets, config, groups)
+    context = options.context
+    servers = _remaining_servers(groups)
+    if not servers.names:
+        return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
+    served = ServedOptimizer(optimizer, buckets)
+    refuse_idle_servers(buckets, len(servers.names))
+    options = replace(
+        options,
+        servers=servers.link(context, options.purpose),
+        topology=options.topology.served_by(*servers.names),
+    )
+    with ExitStack() as undo:
+        undo.callback(served.close)
+        made = make_served(buckets, served, statistics, options)
+        undo.pop_all()
+    return made
+
+
+def _remaining_servers(groups: ExchangeGroups) -> MetServers:
+    """Return the servers that are left in this generation, and note which were lost; collective."""
+    before = groups.servers
+    assert before is not None
+    groups.servers = left = before.remaining(groups.run.context)
+    if lost := [name for name in before.names if name not in left.names]:
+        owners = "the workers" if not left.names else many(len(left.names), "server")
+        note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on."
+        groups.run.note(note, shown=groups.run.leads)
+    return left
+
+
+def refuse_idle_servers(buckets: Sequence[Bucket], count: int) -> None:
+    """Refuse more servers than the largest bucket can be cut into.
+
+    Raises:
+        ConfigError: some servers would own nothing.
+    """
+    parts = max((most_shards(bucket.parameters) for bucket in buckets), default=count)
+    if count > parts:
+        raise ConfigError(
+            flag="num_servers",
+            value=count,
+            rule=f"the model's largest bucket can be cut into {many(parts, 'part')} only, so that "
+            "some servers would own nothing",
+            remedy=Message("use at most {}, or a larger {--bucket_mb}", parts),
+        )
+
+
+def _put_options(
+    buckets: Sequence[Bucket], config: SyncConfig, groups: ExchangeGroups
+) -> PutOptions:
+    """Return the options of an exchange by puts among the workers."""
     run = groups.run
     context = run.context
     machine = groups.open_machine()
-    window = WindowSpec(
-        transport=config.transport,
-        connections=config.connections or 1,
-        trace=run.trace,
-        leaders=machine is not None,
-    )
-    options = PutOptions(
-        open_window=partial(context.window, "gradients", window),
+    return PutOptions(
+        context=context,
+        purpose="gradients",
+        window=replace(window_of(config, run), leaders=machine is not None),
         # NIXL shares no memory.
         topology=topology_of(context, alone=config.transport == "nixl" and machine is None),
-        limits=context.limits,
-        activities=context.activities,
-        end_startup=groups.end_startup,
+        startup=groups,
         codec=CODECS[config.wire],
         recorder=run.recorder,
+        timeline=run.timeline,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
         machine=machine,
         rows=groups.rows,
         tables=table_parameters(groups.model),
         bucket_mb=config.bucket_bytes / 2**20,
     )
-    if config.update == "sharded":
-        return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
-    return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
+
+
+def window_of(config: SyncConfig, run: Run) -> WindowSpec:
+    """Return how the ranks of a window are reached."""
+    return WindowSpec(transport=config.transport, connections=config.connections or 1)
 
 
 def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
@@ -163,7 +238,11 @@ def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
 
 
 # What makes a synchronizer of a model's buckets, by the names of `config.world.METHODS`.
-SYNCHRONIZERS: dict[str, _MakeSynchronizer] = {"allreduce": _allreduce, "notified": _notified}
+SYNCHRONIZERS: dict[str, _MakeSynchronizer] = {
+    "allreduce": _allreduce,
+    "notified": _notified,
+    "server": _served,
+}
 
 
 def _method(buckets: Sequence[Bucket], config: SyncConfig, run: Run) -> str:
@@ -179,66 +258,66 @@ def _method(buckets: Sequence[Bucket], config: SyncConfig, run: Run) -> str:
 
 def _alone(config: SyncConfig, run: Run) -> bool:
     """Return whether nothing is exchanged: one rank updates the whole model."""
-    return run.context.along("data").size == 1 and config.update != "sharded"
+    exchanges = config.update == "sharded" or config.sync == "server"
+    return run.context.along("data").size == 1 and not exchanges
 
 
-def _plan(config: SyncConfig, run: Run, bind: MakeMethod) -> ExchangePlan:
-    size = ALL if _alone(config, run) else config.bucket_bytes
-    return ExchangePlan(make_method=bind, bucket_bytes=size)
-
-
-def refuse_gpu(config: SyncConfig) -> None:
-    """Refuse options for which no method exchanges what is in a GPU's memory.
+class ExchangeBuilder:
+    """Builder of the methods that exchange the gradients of one model and its optimizer.
 
     Args:
-        config: the options.
+        groups: of the ranks that exchange them.
+        optimizer: the optimizer.
+        autotuner: selects the exchange.
+        normalised: the model whose running statistics are exchanged with the gradients.
+        purpose: of what the context keeps.
+        changes: whether the autotuner may select another exchange within a generation.
 
-    Raises:
-        ConfigError: there is no such method.
+    Attributes:
+        changes: as given.
     """
-    if config.update == "sharded":
-        raise ConfigError(
-            Message(
-                "{--update} sharded supports CPUs only, but this run uses GPUs; use {--update} "
-                "replicated, or CPUs with {--use_cpu}."
-            )
-        )
-    if config.shares == "measured":
-        raise ConfigError(
-            Message(
-                "{--shares} measured supports CPUs only, because GPUs' waits aren't measured; "
-                "leave out {--shares}, or use CPUs with {--use_cpu}."
-            )
-        )
-    if config.put_options and config.sync not in ("notified", "average"):
-        flag = config.put_options[0]
-        raise ConfigError(
-            Message(
-                f"{{--{flag}}} {{}} needs {{--sync}} notified, which {{--sync}} {{}} does not try "
-                f"on GPUs; set {{--sync}} notified, or leave out {{--{flag}}}.",
-                getattr(config, flag),
-                config.sync,
-            )
-        )
 
+    def __init__(
+        self,
+        groups: ExchangeGroups,
+        optimizer: Optimizer,
+        autotuner: Autotuner,
+        normalised: nn.Module,
+        purpose: str = "synchronizer",
+        *,
+        changes: bool = False,
+    ) -> None:
+        self.changes = changes
+        self._groups = groups
+        self._run = groups.run
+        self._optimizer = optimizer
+        self._autotuner = autotuner
+        self._normalised = normalised
+        self._purpose = purpose
+        self._config: SyncConfig | None = None
 
-def check_shares(config: SyncConfig, workers: int) -> None:
-    """Refuse shares by measured speed where there is one worker.
+    def plan(self, *, begins: bool) -> BucketPlan | None:
+        """Return the plan of the exchange that the autotuner selects."""
+        config = self._autotuner.begin_generation() if begins else self._autotuner.next()
+        if config is None:
+            return None
+        self._config = config
+        size = ALL if _alone(config, self._run) else config.bucket_bytes
+        return BucketPlan(bucket_bytes=size)
 
-    Args:
-        config: the options.
-        workers: number of workers of the run.
-
-    Raises:
-        ConfigError: there is only one.
-    """
-    if config.shares == "measured" and workers == 1:
-        raise ConfigError(
-            flag="shares",
-            value=config.shares,
-            rule="there is only one worker, which trains the whole batch",
-            remedy=Message("start several workers, or leave out {--shares}"),
-        )
+    def method(self, buckets: Sequence[Bucket], context: GenerationContext) -> Method:
+        """Make the synchronizer of the selected exchange."""
+        config = self._config
+        assert config is not None
+        statistics = RunningStatistics(self._normalised)
+        names = [bucket.names for bucket in buckets]
+        if statistics.flat is not None:
+            names.append(("the running statistics",))
+        self._run.recorder.event("buckets", parameters=names)
+        make = SYNCHRONIZERS[_method(buckets, config, self._run)]
+        made = make(buckets, self._optimizer, statistics, config, self._groups)
+        context.keep(self._purpose, made)
+        return Method.by_gradients(made)
 
 
 def replicate(
@@ -264,50 +343,38 @@ def replicate(
             each rank's own.
 
     Raises:
-        ConfigError: model or optimizer can't be exchanged.
-        CommError: a peer was lost, or silent.
+        ConfigError: model or optimizer can't be exchanged, or a server refuses the run.
+        CommError: a peer was lost, or silent, or a server didn't come.
     """
-    groups = ExchangeGroups(run, model, config.sync)
-
-    def plan(config: SyncConfig) -> ExchangePlan:
-        def bind(buckets: Sequence[Bucket]) -> Method:
-            statistics = RunningStatistics(model)
-            names = [bucket.names for bucket in buckets]
-            if statistics.flat is not None:
-                names.append(("the running statistics",))
-            run.recorder.event("buckets", parameters=names)
-            make = SYNCHRONIZERS[_method(buckets, config, run)]
-            made = make(buckets, optimizer, statistics, config, groups)
-            run.context.keep("synchronizer", made)
-            return Method.by_gradients(made)
-
-        return _plan(config, run, bind)
-
-    def next_plan() -> ExchangePlan | None:
-        config = autotuner.next()
-        return None if config is None else plan(config)
-
+    servers = None
+    if config.sync == "server":
+        servers = meet_parameter_servers(run, model, optimizer, config)
+    groups = ExchangeGroups(run, model, config.sync, servers=servers)
     trained = TrainedParameters.of(model, optimizer)
+    if servers is not None:
+        values = sum(parameter.numel() for parameter in trained.groups)
+        workers = many(run.context.world.size, "worker")
+        note = f"{many(values, 'value')} of {workers}, updated by {servers.optimizer}"
+        run.note(f"{note} on {' and '.join(servers.names)}.", shown=run.leads)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(config, trained, machines, device, run.context.sharing)
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
-        predictor = StepPredictor(candidates, model, lambda: replica, run)
+        predictor = StepPredictor(candidates, model, run)
     autotuner = Autotuner(candidates, run, setting or TrialSetting(), predictor)
     replica = Replica(
         model,
         optimizer,
         run,
-        lambda: plan(autotuner.begin_generation()),
+        ExchangeBuilder(groups, optimizer, autotuner, model, changes=len(candidates) > 1),
         share=share,
-        next_plan=next_plan if len(candidates) > 1 else None,
         buffers=_broadcast(model, run) if buffers == "broadcast" else None,
     )
     if predictor is not None:
-        replica.on_close(predictor.restart)
-    if run.trace is not None:
-        run.trace.resources.callback(watch_passes(model, run.trace))
+        predictor.watch(replica)
+    if run.timeline.traced:
+        replica.on_close(watch_passes(model, run.timeline))
     return replica
 
 
@@ -331,31 +398,24 @@ def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> Gr
     model = pair.model
     optimizer = pair.optimizer
     groups = ExchangeGroups(run, model, given.sync, index)
-
-    def bind(buckets: Sequence[Bucket]) -> Method:
-        run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
-        no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
-        make = SYNCHRONIZERS[_method(buckets, config, run)]
-        made = make(buckets, optimizer, no_statistics, config, groups)
-        run.context.keep(f"synchronizer/{index}", made)
-        return Method.by_gradients(made)
-
     trained = TrainedParameters.of(model, optimizer, pair.scope)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(given, trained, machines, device, run.context.sharing)
     config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
+    autotuner = Autotuner([config], run, TrialSetting())
+    apart = nn.Module()  # the replica exchanges running statistics apart
     replica = GroupedReplica(
         model,
         optimizer,
         run,
-        lambda: _plan(config, run, bind),
+        ExchangeBuilder(groups, optimizer, autotuner, apart, f"synchronizer/{index}"),
         share=pair.share,
         scope=pair.scope,
         purpose=groups.steps,
         gradients=groups.gradients,
         buffers=_broadcast(model, run) if pair.buffers == "broadcast" else None,
     )
-    if run.trace is not None and pair.scope.first:
-        run.trace.resources.callback(watch_passes(model, run.trace))
+    if run.timeline.traced and pair.scope.first:
+        replica.on_close(watch_passes(model, run.timeline))
     return replica

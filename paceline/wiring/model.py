@@ -119,8 +119,3 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, global_batch: int) -> O
         momentum=optim.momentum,
         nesterov=optim.momentum > 0,
     )
-
-
-def import_optimizers() -> None:
-    """Import what torch does with its first optimizer: as much again as torch itself."""
-    SGD([torch.zeros((), requires_grad=True)], lr=0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.algorithms.synchronizer import Weights
+from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import ConfigError, ReplicasDiffer
@@ -480,8 +481,7 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
             seed=5,
             position=Position(),
             policy=SavePolicy(),
-            stopping=lambda: False,
-            check_sums=lambda step, sums: None,
+            requests=StopSignals(),
             value_count=0,
             device=CPU,
             snapshots=snapshots,

@@ -174,11 +174,16 @@ def show_and_hide(model: nn.Module) -> None:
     model.train()
 
 
+def fill_and_show(model: nn.Module) -> None:
+    fill(model)
+    show_and_hide(model)
+
+
 def load_same(model: nn.Module) -> None:
     model.load_state_dict(network().state_dict())
 
 
-@pytest.mark.parametrize("between", [assign_data, fill, show_and_hide, load_same])
+@pytest.mark.parametrize("between", [assign_data, fill, fill_and_show, show_and_hide, load_same])
 def test_weights_that_are_written_in_mid_run_by_other_means_are_said(
     capsys: pytest.CaptureFixture[str], between: Write
 ) -> None:
@@ -194,7 +199,7 @@ def test_weights_that_are_written_in_mid_run_by_other_means_are_said(
                 between(model)
         world.merge()
     said = "written between two steps, other than by load_state_dict(): with sync"
-    expected = between in (assign_data, fill)
+    expected = between in (assign_data, fill, fill_and_show)
     assert capsys.readouterr().err.count(said) == expected
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +18,11 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica import buffer_broadcast
-from paceline.replica.binder import ExchangePlan
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import make_updater
+from tests.harness.equivalence.given_builder import GivenBuilder
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
@@ -110,15 +110,14 @@ def train(
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-    def make(buckets: list[Bucket]) -> Any:
+    def make(buckets: Sequence[Bucket]) -> Method:
         statistics = RunningStatistics(model)
         made = make_allreduce(buckets, c, make_updater(optimizer, buckets), statistics)
         return Method.by_gradients(made)
 
-    plan = ExchangePlan(make_method=make, bucket_bytes=200)  # type: ignore[arg-type]
     run = run_of(c)
     buffers = None if own else BufferBroadcast(model, run)
-    replica = Replica(model, optimizer, run, lambda: plan, buffers=buffers)
+    replica = Replica(model, optimizer, run, GivenBuilder(make, 200), buffers=buffers)
     random, states = torch.Generator().manual_seed(c.rank), []
     for number in range(STEPS):
         change(model, number, c.rank)

@@ -272,13 +272,13 @@ def test_an_epochs_end_is_committed_and_found_by_a_rescue(tmp_path: Path) -> Non
 def test_no_more_is_retained_than_the_next_file_may_need(tmp_path: Path) -> None:
     def work(c: Communicator) -> None:
         rank = Rank(c, tmp_path)
-        source = rank.steps._checkpoints._builder
+        schedule = rank.steps._checkpoints
         for number in range(12):
             rank.train(number)
-            assert len(source.sums) <= 4
+            assert len(schedule._sums) <= 4
         rank.steps.end_steps()
         rank.steps.save()
-        assert source.copied is None
+        assert schedule._copied is None
 
     run_ranks(2, work)
 
@@ -289,10 +289,10 @@ def test_a_snapshot_whose_sums_are_not_known_yet_is_not_written(tmp_path: Path) 
     def work(c: Communicator) -> list[bool]:
         rank = Rank(c, tmp_path)
         train(rank, 6)
-        source = rank.steps._checkpoints._builder
-        found = [source.newest() is not None]
-        source.sums.clear()
-        return [*found, source.newest() is not None]
+        schedule = rank.steps._checkpoints
+        found = [schedule.newest() is not None]
+        schedule._sums.clear()
+        return [*found, schedule.newest() is not None]
 
     assert run_ranks(2, work) == [[True, False]] * 2
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import wiring
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.session.resume.start import Start
+from paceline.wiring import exchange as table
 from tests.harness.equivalence.exchange_state import (
     MODEL,
     Rank,
@@ -135,7 +135,7 @@ def test_what_was_missed_follows_the_scale_of_the_loss(wire: str) -> None:
             scaler = torch.amp.GradScaler(
                 "cpu", init_scale=2.0**5, growth_interval=1, enabled=scaled
             )
-            rank.replica.follow(scaler.get_scale)
+            rank.replica.use_loss_scale(scaler)
             for number in range(5):
                 rank.train(number, scaler)
             if rank.communicator.rank == 0:
@@ -186,7 +186,7 @@ def test_a_lossy_exchange_resumes_with_the_bucket_size_that_its_checkpoint_recor
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = run_of(c, world_of((1, 1), c.rank))
-        replica = wiring.replicate(model, optimizer, run, config)
+        replica = table.replicate(model, optimizer, run, config)
         found = replica.state()
         c.all_reduce(torch.zeros(1)).wait("the end of all ranks")
         replica.close()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
-from paceline.errors import Message
+from paceline.recorder import NullRecorder
 from paceline.replica.input_checksum import InputChecksum
 from paceline.run.first_step_checks import STEPS, FirstStepChecks
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -21,6 +21,17 @@ from tests.harness.processes.worlds import run_of
 
 ORDER = Order(size=1_000, batch_size=24)
 Batch = Callable[[int, int], tuple[Tensor, Tensor]]  # of (rank, step): inputs, labels
+
+
+class Notes(NullRecorder):
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+
+    def event(self, name: str, **fields: object) -> None:
+        if name == "note":
+            self.texts.append(fields["text"])
 
 
 def train(
@@ -34,10 +45,10 @@ def train(
     basis: str = "",
 ) -> list[str]:
     """Make steps, as `Steps` does; return what is reported."""
-    said: list[Message] = []
-    run = run_of(communicator)
+    notes = Notes()
+    run = run_of(communicator, recorder=notes)
     module = model() if model else nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-    first = FirstStepChecks(run, [module], said.append, gpu=False, averaged=False)
+    first = FirstStepChecks(run, [module], gpu=False, averaged=False)
     first.divided = divided
     summaries = run.context.summaries
     for number in range(steps):
@@ -52,7 +63,7 @@ def train(
     for summary in summaries.receive(before=steps):
         first.receive(summary)
     first.close()
-    return [str(note) for note in said]
+    return notes.texts
 
 
 def seeded(seed: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +158,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
     def on_rank(communicator: Communicator) -> list[int]:
         run = run_of(communicator)
         model = nn.Linear(4, 3)
-        first = FirstStepChecks(run, [model], print, gpu=False, averaged=False)
+        first = FirstStepChecks(run, [model], gpu=False, averaged=False)
         away = communicator.rank == 1
         lengths = []
         for numbers in (range(4 if away else STEPS + 2), range(STEPS + 2, 2 * STEPS + 4)):
@@ -167,7 +178,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
 
 def test_rows_are_of_one_length_where_a_rank_has_left_out_a_step() -> None:
     def on_rank(communicator: Communicator) -> list[int]:
-        first = FirstStepChecks(run_of(communicator), [], print, gpu=False, averaged=False)
+        first = FirstStepChecks(run_of(communicator), [], gpu=False, averaged=False)
         lengths = []
         for number in range(STEPS + 2):
             later = number + (communicator.rank == 1 and number >= STEPS - 1)

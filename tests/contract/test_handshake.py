@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.reachability import ProbeListener, probe_peers
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.cluster.rendezvous.server_registration import (
+    AVERAGING,
     Invitation,
     InvitedBucket,
     RegisteredServer,
@@ -32,13 +34,13 @@ from paceline.comm.handshake import (
     MAX_UNAUTHENTICATED,
     DialerGreeting,
     GreetingError,
+    Handshakes,
     Identity,
-    Reception,
     authenticate,
     secret_of,
 )
 from paceline.comm.peer_activities import Timeout
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
 from paceline.errors import PeerLost
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -90,11 +92,34 @@ class DataWorld:
 
     def _open(self, rank: int, store: HashStore) -> ConnectionWindow:
         bootstrap = Bootstrap(
-            store=store, rank=rank, world_size=2, token=TOKEN, purpose="window", limit=LIMIT
+            addresses=StoredAddresses(store),
+            rank=rank,
+            world_size=2,
+            token=TOKEN,
+            purpose="window",
+            limit=LIMIT,
         )
         window = tcp_window(bootstrap, HERE, 8, 1)
         self._stack.callback(window.close)
         return window
+
+
+class OnlyWorker:
+    """Addresses of one worker, which has nothing to find.
+
+    Attributes:
+        port: at which it listens, once that is published.
+    """
+
+    def __init__(self) -> None:
+        self.port: Future[int] = Future()
+
+    def publish(self, purpose: str, rank: int, where: str) -> None:
+        if " " in where:  # otherwise of a local socket
+            self.port.set_result(int(where.split()[1]))
+
+    def find(self, purpose: str, rank: int) -> str:
+        raise AssertionError(f"rank {rank} is looked for")
 
 
 class ServerWorld:
@@ -109,23 +134,28 @@ class ServerWorld:
         self._registered = RegisteredServer(self._store, self._registration)
         stack.callback(self._registered.close)
         self._pool = stack.enter_context(ThreadPoolExecutor())
-        listening: Future[int] = Future()
-
-        def share(own: str) -> list[str]:
-            if " " in own:  # otherwise of a local socket
-                listening.set_result(int(own.split()[1]))
-            return [own]
-
+        listening = OnlyWorker()
         bootstrap = Bootstrap(
-            share=share, rank=0, world_size=2, token=TOKEN, purpose="served", limit=LIMIT
+            addresses=listening, rank=0, world_size=2, token=TOKEN, purpose="served", limit=LIMIT
         )
         where = (HERE, layout.size, layout.notifications)
         self._window = self._pool.submit(connect_window, bootstrap, (0,), *where)
-        self.port = listening.result(LIMIT)
+        self.port = listening.port.result(LIMIT)
 
     def dial(self, port: int) -> None:
-        bucket = InvitedBucket(numel=NUMEL, dtype="float64", encoded=False, suppresses_zeros=False)
+        bucket = InvitedBucket(
+            lengths=(NUMEL,),
+            dtype="float64",
+            encoded=False,
+            suppresses_zeros=False,
+            returns_parameters=False,
+            rooms=1,
+        )
         invitation = Invitation(
+            role=AVERAGING,
+            number=0,
+            servers=("the server",),
+            optimizer="",
             version=VERSION,
             token=TOKEN,
             purpose="served",
@@ -237,7 +267,7 @@ def test_a_listener_that_was_recorded_is_not_taken_for_the_rank(tmp_path: Path) 
 def test_a_greeting_of_another_purpose_token_or_world_size_proves_nothing() -> None:
     (ours, _) = bootstraps(2)
     for change in ({"purpose": "window/2"}, {"token": "another"}, {"world_size": 3}):
-        theirs = Bootstrap(**{**vars(ours), **change})
+        theirs = replace(ours, **change)
         assert theirs.identity.secret != ours.identity.secret
     assert bootstraps(2)[1].identity.secret == ours.identity.secret
     assert ours.identity.secret.hex() not in repr(ours.identity)
@@ -251,7 +281,7 @@ def test_silent_dialers_delay_no_rank(
     address = (HERE,) if window is tcp_window else ()
     with ExitStack() as stack:
         first = stack.enter_context(ThreadPoolExecutor()).submit(window, at[0], *address, 64, 1)
-        where = at[1].store.get("window/1/0" if address else "window/1/machine/0").decode()
+        where = at[1].addresses.find("window/1" if address else "window/1/machine", 0)
         for number in range(20):
             family = socket.AF_INET if address else socket.AF_UNIX
             silent = stack.enter_context(socket.socket(family))
@@ -271,11 +301,11 @@ def test_silent_dialers_delay_no_probe() -> None:
         assert probe_peers(TOKEN, 0, peers, threading.Event().is_set) == {1: [HERE]}
 
 
-def received_by(reception: Reception, dial: Callable[[int], None], port: int) -> str:
-    """Dial in another thread; return the name of the dialer that the reception returns."""
+def received_by(handshakes: Handshakes, dial: Callable[[int], None], port: int) -> str:
+    """Dial in another thread; return the name of the dialer whose handshake ends first."""
     with ThreadPoolExecutor() as pool:
         dialed = pool.submit(dial, port)
-        name, stream = reception.next(time.monotonic() + LIMIT)
+        name, stream = handshakes.next(time.monotonic() + LIMIT)
         stream.close()
         dialed.result(LIMIT)
         return name
@@ -289,7 +319,7 @@ def dial_b(port: int) -> None:
 def test_a_flood_of_dialers_takes_few_descriptors() -> None:
     with socket.create_server((HERE, 0)) as server, ExitStack() as stack:
         port = server.getsockname()[1]
-        reception = stack.enter_context(closing(Reception(server, B, lambda name: True, 1)))
+        handshakes = stack.enter_context(closing(Handshakes(server, B, None, 1)))
         before = len(os.listdir("/proc/self/fd"))
         own = 0
 
@@ -305,7 +335,7 @@ def test_a_flood_of_dialers_takes_few_descriptors() -> None:
                     stream.close()
             dial_b(port)
 
-        assert received_by(reception, lambda _: flood(), port) == "a"
+        assert received_by(handshakes, lambda _: flood(), port) == "a"
         assert len(os.listdir("/proc/self/fd")) - own - before <= 1 + MAX_UNAUTHENTICATED
 
 
@@ -330,8 +360,8 @@ def test_nonsense_ends_its_connection_alone(said: bytes) -> None:
             answers.append(answer_to(port, said))
             dial_b(port)
 
-        with closing(Reception(server, B, lambda name: True, 1)) as reception:
-            assert received_by(reception, dial, port) == "a"
+        with closing(Handshakes(server, B, None, 1)) as handshakes:
+            assert received_by(handshakes, dial, port) == "a"
         assert len(answers[0]) in (0, 64)  # a challenge at most
 
 
@@ -345,18 +375,18 @@ def test_a_dialer_that_is_not_expected_is_shown_out() -> None:
 
     with (
         socket.create_server((HERE, 0)) as server,
-        closing(Reception(server, B, lambda name: name != "a", 1)) as reception,
+        closing(Handshakes(server, B, {"the expected one"}, 1)) as handshakes,
     ):
-        assert received_by(reception, dial, server.getsockname()[1]) == "the expected one"
+        assert received_by(handshakes, dial, server.getsockname()[1]) == "the expected one"
 
 
 def test_more_ranks_may_dial_at_once_than_strangers() -> None:
     expected = MAX_UNAUTHENTICATED + 40
     with socket.create_server((HERE, 0), backlog=expected) as server, ExitStack() as stack:
-        reception = stack.enter_context(closing(Reception(server, B, lambda name: True, expected)))
+        handshakes = stack.enter_context(closing(Handshakes(server, B, None, expected)))
         pool = stack.enter_context(ThreadPoolExecutor())
         deadline = time.monotonic() + LIMIT
-        received = pool.submit(lambda: [reception.next(deadline) for _ in range(expected)])
+        received = pool.submit(lambda: [handshakes.next(deadline) for _ in range(expected)])
         dialed: list[tuple[socket.socket, DialerGreeting]] = []
         for _ in range(expected):
             stream = stack.enter_context(socket.create_connection(server.getsockname(), LIMIT))

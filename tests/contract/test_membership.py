@@ -40,6 +40,13 @@ OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
 LOST = CommError("a peer was lost.")
 
 
+class Interrupted(threading.Event):
+    """Waits of a generation that are over once they are interrupted."""
+
+    def interrupt(self) -> None:
+        self.set()
+
+
 class Members:
     """Members of one world, by rank."""
 
@@ -54,7 +61,7 @@ class Members:
         self.generation = Generation(
             number=0, token="first", members=generation.members, witness=nonce
         )
-        self.interrupted = [threading.Event() for _ in generation.members]
+        self.interrupted = [Interrupted() for _ in generation.members]
         records: dict[int, AcceptorRecord] = {}
         self.all: list[VotingMember] = []
         for member in generation.members:
@@ -78,7 +85,7 @@ class Members:
             ids = [member.id for member in generation.members]
             assert not one.line.wait_connected(ids, LIMIT)
             one.begin(self.generation)
-            one.attach(self.generation, self.interrupted[rank].set)
+            one.attach(self.generation, self.interrupted[rank])
 
     def enter_step(self, number: int, *ranks: int) -> None:
         """Let these members be in a step to their end; the others work outside one."""
@@ -375,8 +382,8 @@ def test_progress_in_an_earlier_generation_does_not_count_in_the_next(
         one.report_progress(members.generation, 9 - rank)
     members.kill(2)
     following = agreed(members.next((0, 1)))
-    interrupted = threading.Event()
-    members.all[0].attach(following, interrupted.set)
+    interrupted = Interrupted()
+    members.all[0].attach(following, interrupted)
     members.all[0].report_progress(following, 4)
     assert not interrupted.wait(OPTIONS.timeout + 1.0)
 

@@ -33,6 +33,7 @@ from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import in_threads, notified, notified_on_machines
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.twins.window import WindowGroup
+from tests.harness.twins.window_context import WindowContext
 
 LIMIT = 1000.0  # longer than a test's: who waits that long fails it
 KINDS = {
@@ -222,10 +223,12 @@ def watched(kind: Callable[..., Any], made: dict[int, list[weakref.ref[Any]]]) -
         windows: list[Window] = []
 
         def opened(size: int, notifications: int) -> Window:
-            windows.append(options.open_window(size, notifications))
-            return windows[0]
+            window = options.context.window(options.purpose, options.window, size, notifications)
+            windows.append(window)
+            return window
 
-        synchronizer = kind(buckets, updater, statistics, replace(options, open_window=opened))
+        context = WindowContext(opened, options.context.limits[1])
+        synchronizer = kind(buckets, updater, statistics, replace(options, context=context))
         made[windows[0].rank] += [weakref.ref(synchronizer), weakref.ref(windows[0])]
         return synchronizer  # type: ignore[no-any-return]
 

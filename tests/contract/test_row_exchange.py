@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 from paceline.errors import CommError, PeerLost
 from paceline.reduce.row_exchange import RowExchange
+from paceline.timeline.timeline import Timeline
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.gloo_processes import spawn
 from tests.harness.twins.communicator import ThreadGroup
@@ -28,10 +29,11 @@ def run(request: pytest.FixtureRequest) -> Run:
     return request.param
 
 
-class Counts:
-    """A recorder that adds up counts."""
+class Counts(Timeline):
+    """Adds up counts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.counts: dict[str, float] = {"sent": 0, "received": 0}
 
     def count(self, name: str, amount: float) -> None:
@@ -88,8 +90,8 @@ def test_all_ranks_get_the_same_bits_of_the_mean(run: Run, world_size: int) -> N
 
 
 def traffic(c: Communicator) -> dict[str, float]:
-    recorder = Counts()
-    exchange = RowExchange([torch.zeros(1000, 8)], c, recorder)  # type: ignore[arg-type]
+    timeline = Counts()
+    exchange = RowExchange([torch.zeros(1000, 8)], c, timeline)
     for step, count in enumerate((10, 10, 20)):
         exchange.begin(1.0)
         own = torch.sparse_coo_tensor(
@@ -97,7 +99,7 @@ def traffic(c: Communicator) -> dict[str, float]:
         )
         exchange.wait(0, exchange.send(0, [own], 1.0, f"step {step}"))
     exchange.close()
-    return recorder.counts
+    return timeline.counts
 
 
 def test_rows_travel_and_the_table_does_not(run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.replica.binder import ExchangePlan
 from paceline.replica.checksums import ChecksumParts
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.grouped_replica import GroupedReplica
@@ -26,6 +25,7 @@ from paceline.snapshots.copier import StateCopier
 from paceline.snapshots.objects import StateObjects
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
+from tests.harness.equivalence.given_builder import GivenBuilder
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
@@ -86,7 +86,7 @@ class Pair:
 def replica_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, communicator: Communicator
 ) -> GroupedReplica:
-    def make(buckets: tuple[Bucket, ...]) -> Any:
+    def make(buckets: Sequence[Bucket]) -> Method:
         updater = make_updater(optimizer, buckets)
         made = make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
         return Method.by_gradients(made)
@@ -95,7 +95,7 @@ def replica_of(
         model,
         optimizer,
         run_of(communicator),
-        lambda: ExchangePlan(make_method=make, bucket_bytes=10**6),  # type: ignore[arg-type]
+        GivenBuilder(make, 10**6),
         share=BatchShare(),
         scope=Scope(),
         purpose="steps",

@@ -29,6 +29,7 @@ from tests.harness.equivalence.case_steps import (
 )
 from tests.harness.equivalence.contributed import contributed
 from tests.harness.equivalence.large_batch import World, convnet, usual_step
+from tests.harness.equivalence.served_synchronizers import Served
 from tests.harness.equivalence.snapshot_ranks import (
     BATCHES,
     TOKEN,
@@ -53,6 +54,8 @@ SYNCS: dict[str, dict[str, Any]] = {
     "notified, two ranks on a machine": {"sync": by_puts((2, 1)), "ranks": 3},
     "sharded": {"sync": by_puts((1, 1), kind=make_sharded)},
     "sharded, three ranks": {"sync": by_puts((2, 1), kind=make_sharded), "ranks": 3},
+    "served": {"sync": lambda: Served(2)},
+    "served, three workers": {"sync": lambda: Served(1, late=True), "ranks": 3},
     "bf16": {"sync": by_puts((1, 1), "bf16"), "dtype": torch.float32},
     "int8": {"sync": by_puts((1, 1), "int8"), "dtype": torch.float32},
     "int8, four ranks": {"sync": by_puts((2, 2), "int8"), "dtype": torch.float32, "ranks": 4},

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import CommError, Message
 from paceline.generation.run import Run
 from paceline.run.recovery.recovery import Successor
 from paceline.run.steps import Steps
-from paceline.snapshots.interval import SnapshotInterval
+from paceline.snapshots import step_snapshots
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
@@ -52,8 +52,7 @@ class Rank:
             seed=5,
             position=Position(),
             policy=SavePolicy(),
-            stopping=lambda: False,
-            check_sums=lambda step, sums: None,
+            requests=StopSignals(),
             value_count=0,
             device=CPU,
             snapshots=self.snapshots,
@@ -105,7 +104,7 @@ def test_one_between_two_steps_is_committed_at_once() -> None:
 
 def test_all_ranks_use_the_interval_that_rank_0_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     options = with_model()
-    monkeypatch.setattr(SnapshotInterval, "choice", lambda self: 4)
+    monkeypatch.setattr(step_snapshots, "interval_of", lambda times: 4)
 
     def work(c: Communicator) -> tuple[int, int, tuple[int, ...]]:
         rank = Rank(c, **options)
@@ -125,7 +124,7 @@ def test_the_interval_is_measured_anew_where_other_parameters_are_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = with_model(interval=2)
-    monkeypatch.setattr(SnapshotInterval, "choice", lambda self: 5 if self.measuring else 0)
+    monkeypatch.setattr(step_snapshots, "interval_of", lambda times: 5)
 
     def work(c: Communicator) -> list[int]:
         rank = Rank(c, **options)
@@ -138,19 +137,49 @@ def test_the_interval_is_measured_anew_where_other_parameters_are_trained(
     assert on_two(work) == [[2, 5]] * 2
 
 
-def test_a_copy_counts_in_the_step_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes none, because the next one's will be written, has none either."""
-    options, copies = with_model(), list[float]()
-    monkeypatch.setattr(SnapshotInterval, "measure", lambda self, step, own: copies.append(own))
+def test_what_was_measured_before_is_forgotten_where_other_parameters_are_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options, counts = with_model(), list[int]()
+    monkeypatch.setattr(step_snapshots, "interval_of", lambda times: counts.append(len(times)) or 0)
 
     def work(c: Communicator) -> None:
         rank = Rank(c, **options)
+        rank.train(5)
+        next(rank.bench.model.parameters()).requires_grad_(False)
+        rank.train(12)
+
+    on_two(work)  # of which rank 0 measures
+    # Snapshots are taken in steps 0, 1 and 3; then in step 5 of the second call, its sixth.
+    assert counts[:4] == [1, 2, 4, 6]
+
+
+def test_a_copy_counts_in_the_step_that_made_it() -> None:
+    """A step that takes none, because the next one's will be written, has none either."""
+    options = with_model()
+
+    def work(c: Communicator) -> list[float]:
+        rank = Rank(c, **options)
         rank.train(1)
         rank.snapshots.measure(1.0)
+        return [copies for _, copies in rank.snapshots._times or ()]
 
-    on_two(work)
+    copies, of_other = on_two(work)
     assert copies[0] > 0
     assert copies[1:] == [0.0]
+    assert of_other == []  # rank 0 measures
+
+
+def test_a_known_interval_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_model(interval=2)
+    monkeypatch.setattr(step_snapshots, "interval_of", lambda times: 5)
+
+    def work(c: Communicator) -> int:
+        rank = Rank(c, **options)
+        rank.train(9)
+        return rank.snapshots.interval
+
+    assert on_two(work) == [2, 2]
 
 
 def test_a_limit_of_memory_that_is_too_small_ends_the_snapshots_of_all_ranks() -> None:
@@ -187,7 +216,7 @@ def test_what_a_lost_generation_has_is_released_before_the_next_one_is_made() ->
     assert run_ranks(1, work) == [[True, True]]
 
 
-def refuse(error: CommError, held: Sequence[SnapshotName]) -> Successor:
+def refuse(error: CommError) -> Successor:
     raise error
 
 

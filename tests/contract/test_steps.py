@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.state_copy import copy_state
+from paceline.timeline.timeline import Timeline
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
@@ -81,13 +82,22 @@ class Rank:
             seed=5,
             position=options.get("position", Position()),
             policy=options.get("policy", SavePolicy()),
-            stopping=lambda: self.number in self.requests,
-            check_sums=lambda step, sums: self.heard.append((step, tuple(sums))),
+            requests=self,
+            watch=self,
             value_count=2,
             device=cpu,
             snapshots=snapshots,
             first_step_checks=options.get("first_step_checks"),
         )
+
+    @property
+    def status(self) -> int:
+        """The exit status that a signal asks for in the present step."""
+        return 143 if self.number in self.requests else 0
+
+    def check(self, step: int, sums: Sequence[float]) -> None:
+        """Note the sums of a step."""
+        self.heard.append((step, tuple(sums)))
 
     def place(self, number: int) -> BatchSlice:
         epoch, step = divmod(number, ORDER.steps)
@@ -134,16 +144,17 @@ class Looked:
     def receive(self, summary: object) -> None: ...
 
 
-class Entered(Lines, PeerActivities):
+class Entered(Timeline, PeerActivities):
     """Keeps what a step has entered, and not left yet."""
 
     def __init__(self) -> None:
-        super().__init__()
+        Timeline.__init__(self)
+        PeerActivities.__init__(self)
         self.entered: list[str] = []
         self.done: list[bool] = []
 
     @contextmanager
-    def span(self, name: str, **fields: object) -> Iterator[None]:
+    def span(self, name: str, **fields: object) -> Iterator[None]:  # type: ignore[override]
         self.entered.append(name)
         try:
             yield
@@ -165,7 +176,7 @@ def test_a_step_that_an_error_ends_leaves_its_spans_and_its_activity(
     def on_rank(communicator: Communicator) -> tuple[list[str], list[bool]]:
         rank = Rank(communicator, tmp_path, stop_in={1} if in_begin else set())
         run = rank.steps.run
-        run.recorder = run.context.activities = seen = Entered()
+        run.context.timeline = run.context.activities = seen = Entered()
         rank.train(0)
         rank.number = 1
 

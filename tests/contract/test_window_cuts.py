@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
@@ -43,10 +44,10 @@ def windows_over_a_wire(cut_after: int) -> tuple[list[ConnectionWindow], Relay]:
 
     thread = threading.Thread(target=join, args=(at[0],))
     thread.start()
-    relay = Relay(at[1].store.get("window/1/0").decode(), cut_after)
+    relay = Relay(at[1].addresses.find("window/1", 0), cut_after)
     store = HashStore()
     store.set("window/1/0", relay.where)
-    join(Bootstrap(**{**vars(at[1]), "store": store}))
+    join(replace(at[1], addresses=StoredAddresses(store)))
     thread.join()
     return [windows[0], windows[1]], relay
 

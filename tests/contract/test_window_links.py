@@ -283,7 +283,7 @@ def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
 
     first = threading.Thread(target=join, args=(0,))
     first.start()
-    host, port = at[1].store.get("window/1/0").decode().split()
+    host, port = at[1].addresses.find("window/1", 0).split()
     strangers = [socket.create_connection((host, int(port)), LIMIT) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n" + b"\0" * 100)
     other = Bootstrap(**{**vars(at[1]), "token": "another job's"})
@@ -337,7 +337,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit() -> None:
     ours, theirs = bootstraps(2, limit=0.3)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)
-        host, port = theirs.store.get("window/1/0").decode().split()
+        host, port = theirs.addresses.find("window/1", 0).split()
         said = r"^rank 0 timed out .* waiting for a connection from rank 1; "
         with (
             socket.create_connection((host, int(port)), LIMIT),

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.traced_window import TracedWindow
 from paceline.comm.window import PutEvent
-from paceline.recorder import NullRecorder
+from paceline.timeline.timeline import Timeline
+from paceline.timeline.traced_window import TracedWindow
 from tests.harness.network.window_kinds import LIMIT
 
 
@@ -71,10 +71,11 @@ def test_nothing_is_written_down_where_nobody_asks() -> None:
         assert [window.moments for window in windows] == [[], []]
 
 
-class Spans(NullRecorder):
+class Spans(Timeline):
     """Keeps the spans."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[str, dict[str, object]]] = []
 
     def span(self, name: str, **fields: object) -> Any:

@@ -11,25 +11,28 @@ import torch
 
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
-from paceline.errors import Message
 from paceline.recorder import NullRecorder
 from paceline.run.worker_speeds import COMPARED, FIRST, LEAD, UNTIMED, WorkerSpeeds
 from paceline.snapshots.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of
+from tests.harness.timelines import GivenTime
 
 ORDER = Order(size=1_001 * 64 + 10, batch_size=64)
 
 
 class Events(NullRecorder):
-    """Keeps the events `speeds`."""
+    """Keeps the events `speeds`, and the notes."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self.notes: list[object] = []
 
     def event(self, name: str, **fields: object) -> None:
         if name == "speeds":
             self.events.append(fields)
+        elif name == "note":
+            self.notes.append(fields["text"])
 
 
 class Rank:
@@ -46,17 +49,15 @@ class Rank:
         *,
         measured: bool = True,
     ) -> None:
-        self.costs, self.now, self.rank = costs, 0.0, communicator.rank
-        self.position, self.said = position or Position(), list[Message]()
+        self.costs, self.rank = costs, communicator.rank
+        self.position = position or Position()
         self.recorder = Events()
-        self.run = run_of(communicator, recorder=self.recorder)
+        self.timeline = GivenTime()  # in which nothing passes while summaries are awaited
+        self.run = run_of(communicator, recorder=self.recorder, timeline=self.timeline)
         self.speeds = WorkerSpeeds(
             self.run,
             self.position,
             measured=measured,
-            report=self.said.append,
-            # Summaries are awaited in real time, which the speeds subtract.
-            clock=lambda: self.now + self.run.context.summaries.waited,
         )
         self.speeds.batch_size = ORDER.batch_size
 
@@ -70,8 +71,8 @@ class Rank:
                 if summary.times:
                     self.speeds.receive(summary)
             times = [1e-3 * ms * max(1, n) for ms, n in zip(self.costs, counts, strict=True)]
-            self.now += max(times)
-            self.run.context.add_wait(max(times) - times[self.rank])
+            self.timeline.passes(times[self.rank])
+            self.timeline.spend(max(times) - times[self.rank], "wait", bucket=0)
             reported = self.speeds.times(place) if number >= self.speeds.due else ()
             summaries.send(number, torch.zeros(0).double(), stop=False, times=reported)
             made.append(counts)
@@ -168,7 +169,7 @@ def test_equal_shares_say_once_which_rank_is_slow(costs: tuple[float, float], na
         assert event["step"] < FIRST + COMPARED + 2
         assert event["slowest"] == (1 if named else None)
         assert event["milliseconds"] == pytest.approx(costs)
-        return [str(note) for note in rank.said]
+        return rank.recorder.notes
 
     first, other = run_ranks(2, work)
     assert other == []
@@ -189,7 +190,7 @@ def test_ranks_whose_speeds_only_vary_are_not_reported() -> None:
             rank.costs = (1.0, 3.0) if late else (1.0, 1.0)
             rank.train(1)
         (event,) = rank.recorder.events
-        return [event["slowest"], rank.said]
+        return [event["slowest"], rank.recorder.notes]
 
     assert run_ranks(2, work) == [[None, []], [None, []]]
 
@@ -199,7 +200,7 @@ def test_measured_shares_name_the_slow_rank() -> None:
         rank = Rank(communicator, (1.0, 3.0))
         rank.train(60)
         assert [event["shares"] for event in rank.recorder.events] == [[48, 16]]
-        return [str(note) for note in rank.said]
+        return rank.recorder.notes
 
     first, other = run_ranks(2, work)
     assert other == []
@@ -215,7 +216,7 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
         made = []
         for _ in range(60):
             if rank.rank:
-                rank.now += 5.0  # an evaluation, on one rank
+                rank.timeline.passes(5.0)  # an evaluation, on one rank
             rank.speeds.interrupt()
             made += rank.train(1)
         assert set(made) == {(32, 32)}

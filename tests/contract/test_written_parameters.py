@@ -64,7 +64,8 @@ def test_in_a_world_of_one_a_write_by_an_alias_counts(model: nn.Module) -> None:
         optimizer.zero_grad()
         clamp(model)
     for ours, theirs in zip(bench.weights(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        # On some processors the last bit depends on where in memory a tensor lies.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)
 
 
 def settled(bench: Bench) -> None:

@@ -38,7 +38,7 @@ LAYERS = (
     "cluster/environment cluster/membership",
     "cluster/membership/leases",
     "cluster/launchers cluster/stores",
-    "cluster/jitter cluster/json_record",
+    "cluster/jitter cluster/json_record cluster/print_message",
     "comm",
     "atomic_write config models recorder",
     "errors version",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(here: Path) -> No
 
 def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(here: Path) -> None:
     state = torch.load(here / NEWEST, weights_only=True)
-    torch.save({**state, "config": {**state["config"], "momentum": 0.5}}, here / NEWEST)
+    torch.save({**state, "config": {**state["config"], "seed": 5}}, here / NEWEST)
     ended = run(*WORDS.split(), folder=here)
     assert ended.status == 0, ended.text
     message = ended.text
@@ -107,8 +109,8 @@ def made_with(checkpoint: str, now: str) -> str:
 
 REFUSED = {
     "other flags": Bad(
-        command=WORDS + " --momentum 0.5",
-        message="--run_id r: this run was started with --momentum 0.9, but --momentum is now 0.5; "
+        command=WORDS + " --seed 1 --momentum 0.5",
+        message="--run_id r: this run was started with --seed 0, but --seed is now 1; "
         "restore the former value, or give another --run_id.",
     ),
     "other batches": Bad(
@@ -157,6 +159,29 @@ def test_a_run_that_is_another_isnt_touched(
     name: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     require_answer(REFUSED[name], here, capfd)
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / RUN / "config.toml").read_text())
+
+
+def test_an_edited_value_of_a_start_that_is_refused_is_not_recorded(here: Path) -> None:
+    (here / "own.py").write_text(NET.replace("48, num_labels", "48, 5"))
+    ended = run(*WORDS.split(), "--momentum", "0.5", folder=here)
+    assert ended.status == 2, ended.text
+    assert "the checkpoint's model doesn't fit" in ended.text
+    assert configuration(here)["momentum"] == 0.9
+
+
+def test_a_run_that_has_trained_no_step_takes_edited_values_as_its_own(here: Path) -> None:
+    text = (here / RUN / "config.toml").read_text()
+    shutil.rmtree(here / RUN)
+    (here / RUN).mkdir()
+    (here / RUN / "config.toml").write_text(text)
+    ended = run(*WORDS.split(), "--momentum", "0.5", folder=here)
+    assert ended.status == 0, ended.text
+    assert "replaces" not in ended.text
+    assert configuration(here)["momentum"] == 0.5
 
 
 def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.loading import (
     RICH,
     ListSource,
+    Notes,
     RankLoader,
     epoch_of,
     host_batches,
@@ -127,15 +128,13 @@ def test_processes_make_the_bits_of_the_training_process(workers: int) -> None:
         "skip_bad": True,
         "num_labels": 3,
     }
-    told: list[list[str]] = [[], []]
-    with loader_of(ListSource(records), 10, **options, warn=told[0].append) as loader:
+    told = [Notes(), Notes()]
+    with loader_of(ListSource(records), 10, **options, recorder=told[0]) as loader:
         expected = varied(loader, shares)
-    with loader_of(
-        ListSource(records), 10, **options, workers=workers, warn=told[1].append
-    ) as loader:
+    with loader_of(ListSource(records), 10, **options, workers=workers, recorder=told[1]) as loader:
         assert equal(varied(loader, shares), expected)
-    assert told[0] == told[1]
-    assert "record 7 can't be decoded" in " ".join(told[1])
+    assert told[0].texts == told[1].texts
+    assert "record 7 can't be decoded" in " ".join(told[1].texts)
 
 
 def test_training_and_evaluation_share_the_processes() -> None:
@@ -160,9 +159,9 @@ def test_processes_that_are_killed_or_stopped_are_replaced(kind: signal.Signals)
     chance = random.Random(SEED)
     with loader_of(source, 16, transform=RICH) as loader:
         expected = epoch_of(loader)
-    notes: list[str] = []
+    notes = Notes()
     with loader_of(
-        source, 16, transform=RICH, workers=3, note=notes.append, stopped_after=0.1
+        source, 16, transform=RICH, workers=3, recorder=notes, stopped_after=0.1
     ) as loader:
         found = []
         for step in range(loader.steps):
@@ -172,7 +171,7 @@ def test_processes_that_are_killed_or_stopped_are_replaced(kind: signal.Signals)
         assert equal(found, expected), f"seed {SEED}"
         assert equal(epoch_of(loader), expected), f"seed {SEED}"
         if kind is signal.SIGKILL:  # an end may be noticed when the next epoch is decoded
-            assert any("was killed by SIGKILL; it is replaced" in note for note in notes)
+            assert any("was killed by SIGKILL; it is replaced" in note for note in notes.texts)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
@@ -246,12 +245,12 @@ def test_a_record_that_takes_long_is_made_all_the_same(
     monkeypatch.setattr(decode_pool, "_LOOK_S", 0.3)
     source = SlowSource(numbered(32), computes=computes)
     order = Order(size=32, batch_size=32, shuffle=False)
-    notes: list[str] = []
+    notes = Notes()
     with loader_of(
-        source, 32, order=order, workers=2, note=notes.append, stopped_after=0.05, timeout=60
+        source, 32, order=order, workers=2, recorder=notes, stopped_after=0.05, timeout=60
     ) as loader:
         assert loader.batch(0, 0).labels.tolist() == list(range(32))
-    assert len([note for note in notes if "is killed" in note]) == kills
+    assert len([note for note in notes.texts if "is killed" in note]) == kills
 
 
 class OftenStoppedSource(ListSource):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.leader import take_over
 from paceline.cluster.rendezvous.machine_rendezvous import (
     answer_finished,
@@ -99,19 +98,12 @@ def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
 def test_a_machine_that_registers_before_the_mark_learns_that_the_run_is_finished(
     stage: Stage, rendezvous: StoreSpec, marks: list[Path]
 ) -> None:
-    own, limit = plan(rendezvous, 0), Deadline(30, no_report, time.sleep, "")
-    server, address = serve_if_needed(own, no_report)  # the server lives as long as its variable
+    own, limit = plan(rendezvous, 0), Deadline(30, "")
+    server, address = serve_if_needed(own)  # the server lives as long as its variable
     with ExitStack() as undo:
         registration = registration_of(own, undo.enter_context(closing(ProbeListener())))
         start_id = take_over(own, address, registration, limit)
-        registered = RegisteredMachine(
-            own,
-            address,
-            start_id,
-            registration,
-            on_failure=no_report,
-            report_store_loss=no_report,
-        )
+        registered = RegisteredMachine(own, address, start_id, registration)
         undo.callback(registered.abandon)
         back = stage.start(plan(rendezvous, 1, begun=True), finish=marks[1])
         registered.store.wait(["machine/1"], timedelta(seconds=30))

@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline import CommError, ConfigError
 from paceline.comm.communicator import Communicator
-from paceline.wiring import cores_per_worker
+from paceline.session.sources import cores_per_worker
 from tests.harness.library.small_training import BATCH, loss_of, network, place, samples, sgd
 from tests.harness.network.ports import free_ports
 from tests.harness.processes.gloo_processes import spawn

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed import FileStore
 
-from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
@@ -92,7 +91,7 @@ def bench_of(c: Communicator, model: nn.Module, rendezvous: Path) -> Bench:
     bench.replica.close()
     exchange.adds_up_on_gpus = lambda context, sync: True  # in this process, which ends soon
     config = SyncConfig(sync="notified", bucket_mb=0.002)
-    bench.replica = wiring.replicate(bench.model, bench.optimizer, Run(context=context), config)
+    bench.replica = exchange.replicate(bench.model, bench.optimizer, Run(context=context), config)
     return bench
 
 

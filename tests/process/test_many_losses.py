@@ -37,7 +37,8 @@ def test_a_survivor_of_30_losses_has_what_it_had_after_a_few(sync: str, tmp_path
     usage = [Usage(**line) for line in lines]
     few, many = usage[FEW - SEVERAL : FEW], usage[-SEVERAL:]
     for name in ("files", "threads", "mapped_files", "shared_memory"):
-        assert least(many, name) <= greatest(few, name), f"{name}: {all_of(usage, name)}"
+        # An object may outlive its generation for several ones in a row, in any of them.
+        assert least(many, name) <= greatest(usage[:FEW], name), f"{name}: {all_of(usage, name)}"
     assert least(many, "guards") <= least(few, "guards") + STACKS, usage
     assert least(many, "mappings") < least(few, "mappings") + ARENAS, usage
     assert median(each.memory for each in many) < 1.02 * median(each.memory for each in few), usage

@@ -114,24 +114,24 @@ def test_a_process_without_the_secret_ends_no_run(stage: Stage, rendezvous: Stor
 
 
 def test_two_runs_at_once_on_a_machine_have_ports_of_their_own() -> None:
-    hosted = [serve_if_needed(RunPlan(), print) for _ in range(2)]
+    hosted = [serve_if_needed(RunPlan()) for _ in range(2)]
     ports = {split_address(spec.address)[1] for _, spec in hosted}
     assert len(ports) == 2
     assert all(spec.address.startswith("127.0.0.1:") for _, spec in hosted)
 
 
 def test_a_run_without_a_secret_warns_once_where_others_reach_its_port(
-    rendezvous: StoreSpec, monkeypatch: pytest.MonkeyPatch
+    rendezvous: StoreSpec, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines: list[str] = []
     with monkeypatch.context() as patch:
         place = "paceline.cluster.rendezvous.machine_rendezvous.listening_address"
         patch.setattr(place, lambda name, available, interface_names: "")
         for spec in (replace(rendezvous, secret="open sesame"), rendezvous):
-            server, _ = serve_if_needed(plan(spec, 0), lines.append)
+            server, _ = serve_if_needed(plan(spec, 0))
             del server
+    lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "any process that reaches port" in lines[0]
     assert "PACELINE_SECRET" in lines[0]
-    serve_if_needed(plan(rendezvous, 0), lines.append)
-    assert len(lines) == 1  # on 127.0.0.1 only this machine's users reach it
+    serve_if_needed(plan(rendezvous, 0))
+    assert capfd.readouterr().err == ""  # on 127.0.0.1 only this machine's users reach it

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
+import tomllib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 
 from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
+from tests.harness.equivalence.snapshot_ranks import first_difference
 from tests.harness.network.ports import free_port
 from tests.harness.processes.command import Command, all_end, kill, rows_of, run
 from tests.harness.processes.fork_server import environment_of
@@ -310,6 +313,75 @@ def test_another_runs_checkpoint_is_a_start(here: Path, dropout: Path) -> None:
     assert restore["origin"] == str(file)
     other = run(*train("dropout", "--num_labels", "4", "--resume", str(file)), folder=here)
     assert other.status == 2  # the run's configuration is another
+
+
+EDITED = "--momentum 0.8 replaces the checkpoint's 0.9."
+
+
+@pytest.fixture
+def killed(here: Path, dropout: Path) -> Path:
+    """The folder of a run that looks as if it had been killed in its third epoch."""
+    folder = here / "runs/r"
+    shutil.copytree(dropout, folder)
+    for name in ("finished", f"checkpoints/step-{3 * STEPS:08}.pt"):
+        (folder / name).unlink()
+    return folder
+
+
+def test_an_edited_momentum_changes_the_same_bits_by_the_runs_id_and_by_its_file(
+    here: Path, killed: Path
+) -> None:
+    file = killed / f"checkpoints/step-{2 * STEPS:08}.pt"
+    words = train("dropout", "--momentum", "0.8", "--checkpoint_steps", "1")
+    words = (*words, "--keep_checkpoints", str(3 * STEPS))
+    for own in ((), ("--run_id", "other", "--resume", str(file))):
+        ended = run(*words, *own, folder=here)
+        assert ended.status == 0, ended.text
+        assert ended.text.count("replaces") == ended.text.count(EDITED) == 1
+    by_id, by_file = killed, here / "runs/other"
+    for step in range(2 * STEPS + 1, 3 * STEPS + 1):
+        name = f"checkpoints/step-{step:08}.pt"
+        one, other = (read_checkpoint(folder / name) for folder in (by_id, by_file))
+        for entry in ("model", "optimizer"):
+            assert first_difference(one[entry], other[entry]) == ""
+    for folder in (by_id, by_file):
+        said = [event["text"] for event in events(folder) if event["event"] == "note"]
+        assert said.count(EDITED) == 1
+    require_kept_momenta(file, by_id / f"checkpoints/step-{2 * STEPS + 1:08}.pt")
+
+
+def require_kept_momenta(before: Path, after: Path) -> None:
+    """Require that a step of Nesterov momentum 0.8 and rate 0.1 began with the momenta of before.
+
+    With momenta b and gradient g: b' = 0.8 b + g, and w' = w - 0.1 (g + 0.8 b').
+    """
+    was, now = (read_checkpoint(path) for path in (before, after))
+    groups = was["given"]["optimizers"]["optimizer"]["names"]
+    for index, name in enumerate(name for group in groups for name in group):
+        old, new = (state["optimizer"]["state"][index]["momentum_buffer"] for state in (was, now))
+        gradient = (was["model"][name] - now["model"][name]) / 0.1 - 0.8 * new
+        assert (new - (0.8 * old + gradient)).abs().max() < 1e-10
+
+
+def test_an_edited_value_holds_until_it_is_edited_back(here: Path, killed: Path) -> None:
+    edited = ("--momentum", "0.8")
+    for own, epochs, said in (
+        (edited, 3, [EDITED]),
+        (edited, 4, ["--num_epochs 4 replaces the checkpoint's 3."]),
+        (
+            (),
+            5,
+            [
+                "--num_epochs 5 replaces the checkpoint's 4, "
+                "--momentum 0.9 replaces the checkpoint's 0.8."
+            ],
+        ),
+    ):
+        ended = run(*train("dropout", *own, epochs=epochs), folder=here)
+        assert ended.status == 0, ended.text
+        assert re.findall(r"--.* replaces .*\.", ended.text) == said
+        known = tomllib.loads((killed / "config.toml").read_text())
+        assert known["momentum"] == (0.8 if own else 0.9)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(

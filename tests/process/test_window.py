@@ -29,7 +29,7 @@ import sys
 from datetime import timedelta
 import torch
 from torch.distributed import FileStore
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.connection_window import connect_window
 from paceline.errors import PacelineError
@@ -37,7 +37,8 @@ from paceline.errors import PacelineError
 rank, path, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = FileStore(path, 3)
 store.set_timeout(timedelta(seconds=60))
-at = Bootstrap(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
+addresses = StoredAddresses(store)
+at = Bootstrap(addresses=addresses, rank=rank, world_size=3, token="t", purpose="w", limit=60)
 if kind == "nixl":
     window = nixl_window(at, "127.0.0.1", 4_000_000, 1)
 else:

@@ -9,20 +9,29 @@ import sys
 # glibc raises its own thresholds as it goes, at times enough: this holds them where they begin.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 PROGRAM = """
-import resource, sys
-import torch
+import ctypes, resource, sys
 from paceline.cluster.supervision.allocator import keep_freed_memory
 
-torch.set_num_threads(1)
+libc = ctypes.CDLL(None)
+libc.free.argtypes = [ctypes.c_void_p]
+
+def allocated():
+    # As torch does for a tensor on the CPU, which a step writes.
+    memory = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(memory), 64, 4_000_000) == 0
+    ctypes.memset(memory, 1, 4_000_000)
+    return memory
+
+def make_steps():
+    for _ in range(5):
+        for memory in [allocated() for _ in range(20)]:
+            libc.free(memory)
+
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
-for _ in range(5):
-    step = [torch.ones(1_000_000) for _ in range(20)]
-    del step
+make_steps()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
-    step = [torch.ones(1_000_000) for _ in range(20)]
-    del step
+make_steps()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ import paceline
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import join_world
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, PrintedWaits
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.supervision.supervisor_file import SupervisorFile, SupervisorFileLock
 from tests.harness.processes.python_program import ROOT
@@ -105,18 +104,39 @@ def test_a_script_that_never_joins_says_so_at_its_end(tmp_path: Path) -> None:
     )
 
 
+class Waits:
+    """What is reported of a start's waits."""
+
+    def __init__(self) -> None:
+        self.reported: list[str] = []
+
+    def report(self, awaited: str) -> None:
+        self.reported.append(awaited)
+
+
 def test_a_deadline_reports_nothing_at_first() -> None:
-    lines: list[str] = []
-    quiet = Deadline(0.3, lines.append, time.sleep, "wait longer", quiet=60)
+    waits = Waits()
+    quiet = Deadline(0.3, "wait longer", waits=waits, quiet=60)
     with suppress(DeadlinePassed):
         while True:
             quiet.check_and_pause("rank 1 of 2")
-    assert lines == []
-    loud = Deadline(60, lines.append, time.sleep, "wait longer", quiet=0.2)
-    while not lines:
+    assert waits.reported == []
+    loud = Deadline(60, "wait longer", waits=waits, quiet=0.2)
+    while not waits.reported:
         loud.check_and_pause("rank 1 of 2")
     loud.check_and_pause("rank 1 of 2")
-    assert lines == ["waiting for rank 1 of 2"]
+    assert waits.reported == ["rank 1 of 2"]
+
+
+def test_what_a_start_waits_for_is_printed_with_what_the_user_can_do(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    PrintedWaits().report("rank 1 of 2")
+    PrintedWaits("start it with paceline serve").report("the averaging server")
+    assert capfd.readouterr().err.splitlines() == [
+        "paceline: waiting for rank 1 of 2",
+        "paceline: waiting for the averaging server: start it with paceline serve.",
+    ]
 
 
 def test_a_launched_process_that_waits_long_says_for_which_rank(

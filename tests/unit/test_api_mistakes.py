@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,10 @@ def test_ranks_compare_their_versions_and_their_arguments_of_join(
         facts: dict[str, str],
         *,
         timeout: float,
-        activities: object,
     ) -> None:
         compared[subject] = facts
 
-    monkeypatch.setattr("paceline.api.session.compare", compare)
+    monkeypatch.setattr(import_module("paceline.api.join"), "compare", compare)
     with paceline.join(tmp_path / "run", seed=7, trace_steps="2:3"):
         pass
     assert list(compared) == ["versions", "arguments of join()"]
@@ -248,7 +248,7 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
     ):
         paceline.parallelize(model, sgd(model), world, sync="ring")
     for sync in (None, 3, paceline.Average, paceline.DiLoCo()):
-        with pytest.raises(ConfigError, match=r"^sync is .+; it must be a text, or a paceline.Ave"):
+        with pytest.raises(ConfigError, match=r"^sync is .+; it must be a text, a paceline.Ave"):
             paceline.parallelize(model, sgd(model), world, sync=sync)
     with pytest.raises(ConfigError, match=r"^wire is None; it must be a text\.$"):
         paceline.parallelize(model, sgd(model), world, sync="average", wire=None)

@@ -366,5 +366,5 @@ def test_what_a_wire_has_yet_to_send_follows_the_scaler_that_is_tracked() -> Non
         with world.step(samples=1):
             optimizer.step()
         replica = world._loop.require_replica("a test")
-        assert replica._scale is not None
-        assert replica._scale() == 2.0**7
+        assert replica._scaler is not None
+        assert replica._scaler.get_scale() == 2.0**7

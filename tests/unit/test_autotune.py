@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
+from paceline.recorder import NullRecorder
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune.autotuner import WARMUP, Autotuner, TrialSetting
 from paceline.run.autotune.trials import steps_of_trials
@@ -107,6 +108,17 @@ def test_one_rank_has_nothing_to_choose() -> None:
         assert left == SyncConfig(sync="allreduce")
 
 
+class Notes(NullRecorder):
+    """Adds the notes to a list."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def event(self, name: str, **fields: Any) -> None:
+        if name == "note":
+            self.notes.append(fields["text"])
+
+
 @dataclass
 class Run:
     """A run of two ranks, on the machines that are told, and what its person is told."""
@@ -119,11 +131,13 @@ class Run:
 
     def start(self, steps: int) -> list[list[SyncConfig]]:
         """Make so many steps; return with which exchange, by rank."""
-        setting = TrialSetting(folder=self.folder, steps=self.steps, report=self.notes.append)
+        setting = TrialSetting(folder=self.folder, steps=self.steps)
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
             group = world_of(self.machines, communicator.rank)
-            chooser = Autotuner(self.candidates, run_of(communicator, group), setting)
+            chooser = Autotuner(
+                self.candidates, run_of(communicator, group, Notes(self.notes)), setting
+            )
             now, bound = chooser.begin_generation(), []
             for _ in range(steps):
                 now = chooser.next() or now

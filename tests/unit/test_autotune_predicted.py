@@ -97,14 +97,17 @@ class FixedPredictor:
 
 
 class Events(NullRecorder):
-    """Recorder of the events `predicted`."""
+    """Recorder of the events `predicted`, and of the notes."""
 
     def __init__(self) -> None:
         self.predicted: list[dict[str, Any]] = []
+        self.notes: list[Any] = []
 
     def event(self, name: str, **fields: object) -> None:
         if name == "predicted":
             self.predicted.append(fields)
+        elif name == "note":
+            self.notes.append(fields["text"])
 
 
 NAMES = ["notified:16", "allreduce:8", "notified:4", "notified:2"]
@@ -133,16 +136,13 @@ def exchanges_of_steps(
         second_generation: the step with which it begins; None: there is one generation.
         events: gets rank 0's.
     """
-    reports: list[str] = [] if notes is None else notes
-
-    def report(note: str | Message) -> None:
-        reports.append(str(note))
+    first = events or Events()
 
     def on_rank(communicator: Communicator) -> list[SyncConfig]:
         predictor = FixedPredictor(seconds)
-        recorder = events if communicator.rank == 0 else None
+        recorder = first if communicator.rank == 0 else Events()
         run = run_of(communicator, world_of((1, 1), communicator.rank), recorder)
-        setting = TrialSetting(folder=folder, steps=of_run, report=report)
+        setting = TrialSetting(folder=folder, steps=of_run)
         tuner = Autotuner(candidates_named(*names), run, setting, predictor)
         now, found = tuner.begin_generation(), []
         for step in range(steps):
@@ -155,6 +155,8 @@ def exchanges_of_steps(
 
     one, other = run_ranks(2, on_rank)
     assert one == other
+    if notes is not None:
+        notes += first.notes
     return one
 
 

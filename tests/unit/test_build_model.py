@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
@@ -17,9 +16,10 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
-from paceline.session import open_run
+from paceline.session.connect import connect_run
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
-from paceline.wiring.model import refuse_emulation
+from paceline.wiring.exchange import replicate
+from paceline.wiring.model import make_model, make_optimizer, refuse_emulation
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of, world_of
 
@@ -37,8 +37,8 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    run = open_run(world_of(), HashStore(), CPU, (5.0, 5.0))
-    model = build.make_model(config, CPU, run, BatchShare())
+    run = connect_run(world_of(), HashStore(), CPU, (5.0, 5.0))
+    model = make_model(config, CPU, run, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
     run.context.close()
@@ -46,20 +46,20 @@ def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
 
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
-    assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
+    assert kinds(make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_torchs_own_layers_are_replaced_without_the_flag_and_with_a_line() -> None:
     notes: list[str] = []
     config = config_of("--model", "tests.unit.test_build_model:synchronised")
-    model = build.make_model(config, CPU, run_of(), BatchShare(), notes.append)
+    model = make_model(config, CPU, run_of(), BatchShare(), notes.append)
     assert kinds(model) == {SyncBatchNorm}
     assert notes == [
         "the model's SyncBatchNorm (1) normalises by the global batch, as with --sync_bn."
     ]
     config = config_of("--model", "tests.unit.test_build_model:synchronised", "--sync", "average")
     with pytest.raises(ConfigError, match=r"^1 is a SyncBatchNorm, but with --sync average"):
-        build.make_model(config, CPU, run_of(), BatchShare())
+        make_model(config, CPU, run_of(), BatchShare())
 
 
 def synchronised(num_labels: int) -> nn.Module:
@@ -67,7 +67,7 @@ def synchronised(num_labels: int) -> nn.Module:
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
-    with open_run(world_of(), HashStore(), CPU, (5.0, 5.0)) as run:
+    with connect_run(world_of(), HashStore(), CPU, (5.0, 5.0)) as run:
         context = run.context
         steps = context.group("data", "steps")
         layers = context.group("data", "layers")
@@ -80,10 +80,10 @@ def test_both_connections_of_one_store_are_apart() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's import
 def test_compile_prepares_the_blocks() -> None:
-    model: Any = build.make_model(config_of("--compile"), CPU)
+    model: Any = make_model(config_of("--compile"), CPU)
     compiled = [m for m in model.modules() if is_compiled(m)]
     assert [type(m) for m in compiled] == [BasicBlock] * 8
-    plain = build.make_model(config_of(), CPU)
+    plain = make_model(config_of(), CPU)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert not any(is_compiled(m) for m in plain.modules())
 
@@ -114,9 +114,9 @@ def test_bfloat16_is_allowed_where_it_is_computed_or_insisted_on() -> None:
 def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     """The pieces as a worker puts them together: layers' connection, share, replica."""
     config, share = config_of("--sync_bn"), BatchShare()
-    model = build.make_model(config, CPU, run_of(), share)
-    optimizer = build.make_optimizer(model, config.optim, 4)
-    replica = build.replicate(model, optimizer, run_of(), SyncConfig(), share)
+    model = make_model(config, CPU, run_of(), share)
+    optimizer = make_optimizer(model, config.optim, 4)
+    replica = replicate(model, optimizer, run_of(), SyncConfig(), share)
     with replica_step(replica, 0, 1.0):
         assert share.weight == 1.0
         model(torch.randn(2, 3, 32, 32)).sum().backward()

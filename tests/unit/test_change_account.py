@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from paceline.observe.change_account import ChangeAccount, ReplayTimes
+from paceline.timeline.timeline import Timeline
 
 
 def account(*moments: float) -> ChangeAccount:
     """Return an account whose clock shows one moment after another."""
-    clock: Iterator[float] = iter(moments)
-    return ChangeAccount(lambda: next(clock))
+    clock = iter(moments)
+    return ChangeAccount(Timeline(lambda: round(next(clock) * 1e9)))
 
 
 def test_a_change_is_divided_among_its_parts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ class SlowDisk(Checkpoints):
         self.begun.set()
         assert self.go.wait(10)
         return super().write(step, state, **options)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory that has one state."""
+
+    state: Checkpoint
+
+    def newest(self) -> Checkpoint:
+        return self.state
 
 
 def writer_to(checkpoints: Checkpoints, **more: Any) -> CheckpointWriter:
@@ -97,7 +108,7 @@ def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
     writer = writer_to(Checkpoints(tmp_path, 5))
     writer.rescue()  # nothing yet
     newest = checkpoint(2)
-    writer.newest = lambda: newest
+    writer.memory = Memory(newest)
     writer.rescue()
     file = tmp_path / "checkpoints" / "step-00000002.pt"
     assert torch.equal(written(tmp_path, 2)["model"]["weight"], torch.full((2,), 2.0))
@@ -109,7 +120,7 @@ def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
 def test_a_rescue_while_the_same_checkpoint_is_written_writes_it_once(tmp_path: Path) -> None:
     disk, newest = SlowDisk(tmp_path), checkpoint(1)
     writer = writer_to(disk)
-    writer.newest = lambda: newest
+    writer.memory = Memory(newest)
     writer.publish(newest)
     assert disk.begun.wait(10)
     rescue = threading.Thread(target=writer.rescue)
@@ -148,7 +159,7 @@ def test_a_rescue_names_the_newest_file_whoever_wrote_it(tmp_path: Path) -> None
     writer_to(Checkpoints(tmp_path, 5)).publish(checkpoint(3))
     wait_for_thread()
     assert writer.rescue() == 3
-    writer.newest = lambda: checkpoint(7)
+    writer.memory = Memory(checkpoint(7))
     assert writer.rescue() == 7
 
 
@@ -176,7 +187,7 @@ def test_a_process_outside_the_world_writes_no_file_but_a_rescued_one(tmp_path: 
     writer.wait()
     assert not (tmp_path / "checkpoints").exists()
     assert writer.published.empty()
-    writer.newest = lambda: checkpoint(2)
+    writer.memory = Memory(checkpoint(2))
     assert writer.rescue() == 2
     assert written(tmp_path, 2)["position"] == {"number": 2}
 
@@ -218,7 +229,7 @@ def test_a_process_that_was_stopped_while_it_wrote_publishes_nothing_once_it_is_
     assert answers == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert writer.published.empty()
-    writer.newest = lambda: checkpoint(1)
+    writer.memory = Memory(checkpoint(1))
     assert writer.rescue() == 1
 
 

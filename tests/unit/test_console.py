@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,9 +68,14 @@ def step(
     )
 
 
+def log_of() -> Any:
+    """Return a log without a row."""
+    return SimpleNamespace(path=Path("runs/r/x.log"), recorded=-1)
+
+
 def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
     clock, file = Clock(), io.StringIO()
-    console = Console(file, clock=clock, log=Path("runs/r/x.log"))
+    console = Console(file, clock=clock, log=log_of())
     console.event("run", **RUN)
     for number in range(13):
         clock.now += 4.0
@@ -147,11 +153,11 @@ def test_an_epochs_line_says_how_many_bad_records_all_ranks_have_skipped() -> No
 
 
 def test_an_epoch_whose_line_was_shown_before_the_run_went_back_has_no_other() -> None:
-    file, shown = io.StringIO(), [-1]
-    console = Console(file, shown=lambda: shown[0])
+    file, log = io.StringIO(), log_of()
+    console = Console(file, log=log)
     console.event("run", **RUN)
     console.event("epoch", test_accuracy=None, **EPOCH)
-    shown[0] = 0
+    log.recorded = 0
     console.event("epoch", test_accuracy=None, **EPOCH)
     console.event("epoch", test_accuracy=None, **{**EPOCH, "epoch": 1})
     lines = [line.partition(",")[0] for line in file.getvalue().splitlines() if "loss" in line]
@@ -160,7 +166,7 @@ def test_an_epoch_whose_line_was_shown_before_the_run_went_back_has_no_other() -
 
 def test_a_later_generation_is_not_told_as_a_new_run() -> None:
     clock, file = Clock(), io.StringIO()
-    console = Console(file, clock=clock, started=clock.now - 60.0, log=Path("runs/r/x.log"))
+    console = Console(file, clock=clock, started=clock.now - 60.0, log=log_of())
     console.event("run", **RUN, continued=True)
     clock.now += 5.0
     console.event("end")

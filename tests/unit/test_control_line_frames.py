@@ -117,8 +117,18 @@ def greet(dialer: DialerGreeting, listener: Greeting) -> None:
         message = listener.feed(message) if message else b""
 
 
+class Decided:
+    """Listener that wants all connections, or none."""
+
+    def __init__(self, accepts: bool) -> None:
+        self._accepts = accepts
+
+    def accepts(self, greeting: Greeting) -> bool:
+        return self._accepts
+
+
 def listener(secret: bytes = SECRET, name: str = "b", accepts: bool = True) -> ListenerGreeting:
-    return ListenerGreeting(Identity(name=name, secret=secret), lambda greeting: accepts)
+    return ListenerGreeting(Identity(name=name, secret=secret), Decided(accepts))
 
 
 def test_both_sides_of_a_greeting_agree_on_kind_names_and_session() -> None:

@@ -11,6 +11,7 @@ from paceline.data.order import Order
 from paceline.run.decode_trial import DecodeTrial
 from paceline.snapshots.position import Position
 from tests.harness.processes.worlds import run_of
+from tests.harness.timelines import GivenTime
 
 ORDER = Order(size=6400, batch_size=64)
 
@@ -19,11 +20,11 @@ class Trial:
     """A trial whose steps take as long as the device that decodes needs."""
 
     def __init__(self, cuda: float, cpu: float, position: Position | None = None) -> None:
-        self.run = run_of()
+        self.timeline = GivenTime()
+        self.run = run_of(timeline=self.timeline)
         self.position = position or Position()
         self.present = DecodeDevice("cuda")
-        self.now = 0.0
-        self.trial = DecodeTrial(self.run, self.position, self.present, lambda: self.now)
+        self.trial = DecodeTrial(self.run, self.position, self.present)
         self._seconds = {"cuda": cuda, "cpu": cpu}
 
     def steps(self, first: int, number: int) -> list[str]:
@@ -32,7 +33,7 @@ class Trial:
         for step in range(first, first + number):
             self.trial.begin_step(ORDER.place(0, step, 0, 1))
             devices.append(self.present.name)
-            self.now += self._seconds[self.present.name]
+            self.timeline.passes(self._seconds[self.present.name])
         return devices
 
 
@@ -49,9 +50,9 @@ def test_the_device_with_the_shorter_steps_is_kept(cuda: float, cpu: float, chos
 def test_slow_first_steps_do_not_count() -> None:
     trial = Trial(0.06, 0.1)
     trial.steps(0, 2)
-    trial.now += 30  # the kernels are compiled
+    trial.timeline.passes(30)  # the kernels are compiled
     trial.steps(2, 15)
-    trial.now += 30  # decode processes start
+    trial.timeline.passes(30)  # decode processes start
     assert trial.steps(17, 40)[-1] == "cuda"
 
 

@@ -161,7 +161,7 @@ def test_a_wrong_address_is_named_with_its_flag_or_variables() -> None:
     with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
         open_store(by_launcher, timedelta(seconds=1))
     with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
-        serve(by_launcher, (), print, "MASTER_PORT")
+        serve(by_launcher, (), "MASTER_PORT")
 
 
 def test_a_plan_for_one_machine_needs_no_rendezvous() -> None:

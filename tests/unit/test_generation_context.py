@@ -93,27 +93,22 @@ def test_where_each_rank_has_the_whole_model_summaries_take_no_connection_of_the
         assert context.group("data", "buffers") is context.summaries.communicator
 
 
-class Waits:
-    """Something that waits for peers, and notes its end."""
+class Closed:
+    """Counts its ends."""
 
-    def __init__(self, waited: float) -> None:
-        self.waited, self.closed = waited, 0
+    def __init__(self) -> None:
+        self.closed = 0
 
     def close(self) -> None:
         self.closed += 1
 
 
-def test_waits_of_what_is_kept_add_up_over_its_successors() -> None:
-    first, second, other = Waits(1.0), Waits(2.0), Waits(0.5)
+def test_what_is_kept_last_for_each_purpose_closes_with_the_context() -> None:
+    first, second, other = Closed(), Closed(), Closed()
     with context_of([]) as context:
         context.keep("synchronizer", first)
         context.keep("synchronizer/1", other)
-        assert context.waited == 1.5
         context.keep("synchronizer", second)
-        context.add_wait(0.25)
-        assert context.waited == 3.75
-        second.waited += 1.0
-        assert context.waited == 4.75
     assert (first.closed, second.closed, other.closed) == (0, 1, 1)
 
 

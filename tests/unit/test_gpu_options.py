@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
-from paceline.wiring.exchange import refuse_gpu
+from paceline.session.exchange_checks import refuse_gpu
 
 
 @pytest.mark.parametrize(

@@ -39,21 +39,25 @@ class SlowToEnd:
     ("seconds", "in_kernel", "reported"),
     [
         (0.3, False, []),  # a zombie that a busy machine reaps late
-        (60, True, ["rank 0 on machine 0 (a) can't be killed: a system call hangs."]),
-        (60, False, ["rank 0 on machine 0 (a) did not end within 0.5 s after SIGKILL."]),
+        (60, True, ["paceline: rank 0 on machine 0 (a) can't be killed: a system call hangs."]),
+        (60, False, ["paceline: rank 0 on machine 0 (a) did not end within 0.5 s after SIGKILL."]),
     ],
 )
 def test_only_a_worker_in_the_kernel_cant_be_killed(
-    seconds: float, in_kernel: bool, reported: list[str], monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    in_kernel: bool,
+    reported: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name, limit in {"_TERM_S": 0.05, "_KILL_S": 0.1, "_REAP_S": 0.5}.items():
         monkeypatch.setattr(machine_workers, name, limit)
-    events, lines = EventQueue(), list[str]()
+    events = EventQueue()
     run = cast(Any, SimpleNamespace(generation=world_of().generation))
-    workers = MachineWorkers(RunPlan(), run, events, lines.append, lambda failure: None)
+    workers = MachineWorkers(RunPlan(), run, events)
     worker = SlowToEnd(events, seconds, in_kernel=in_kernel)
     workers._workers = {0: cast(Any, worker)}
     workers._end()
     worker.close()
     events.close()
-    assert lines == reported
+    assert capfd.readouterr().err.splitlines() == reported

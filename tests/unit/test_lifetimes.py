@@ -30,6 +30,7 @@ PER_GENERATION = (
     "comm/",
     "reduce/",
     "generation/context.py",
+    "generation/gathered_addresses.py",
     "generation/summaries.py",
     "cluster/membership/voting/",  # messages and states of one vote
 )
@@ -54,7 +55,7 @@ ALLOWED = {
     "cluster/rendezvous/formed_run.py FormedRun.generation": _WORLD,
     "cluster/supervision/process_end.py LaunchedEnd._world": "the world that the process leaves",
     "cluster/supervision/machine_workers.py MachineWorkers._run": "the workers' first world",
-    "api/session.py Session.joined": "names keys and peers of the world that `join` found",
+    "api/script_process.py ScriptProcess.joined": _WORLD,
     "cluster/membership/generation.py Generation.members": "the value itself",
     "cluster/membership/generation.py Group.generation": "the value itself",
     "cluster/membership/generation.py Group.rank": "the value itself",

@@ -12,7 +12,15 @@ from paceline.data.loader import Batch
 from paceline.data.order import Order
 from paceline.data.source import Record
 from paceline.errors import DataError
-from tests.harness.data.loading import RICH, ListSource, epoch_of, joined, loader_of, photographs
+from tests.harness.data.loading import (
+    RICH,
+    ListSource,
+    Notes,
+    epoch_of,
+    joined,
+    loader_of,
+    photographs,
+)
 
 SIZE, BATCH = 23, 6
 BAD = {2, 8, 9, 10, 17}  # damaged, unreadable, or with a label that there isn't
@@ -113,27 +121,27 @@ def test_a_share_of_bad_records_alone_is_one_blank_that_counts_nothing() -> None
 def test_a_bad_record_that_is_only_borrowed_is_not_counted() -> None:
     order = Order(size=3, batch_size=3, shuffle=False)
     source = ListSource([*photographs(2), Record(b"bad", 0)])
-    told: list[str] = []
+    notes = Notes()
     with loader_of(
-        source, 3, order=order, rank=3, world_size=4, skip_bad=True, warn=told.append
+        source, 3, order=order, rank=3, world_size=4, skip_bad=True, recorder=notes
     ) as loader:
         batch = loader.batch(0, 0)
-    assert (batch.place.count, batch.place.skipped, told) == (0, 0, [])
+    assert (batch.place.count, batch.place.skipped, notes.texts) == (0, 0, [])
     assert len(batch.images) == 1
 
 
 def test_who_is_skipped_is_told_once_each_and_then_counted_by_epoch() -> None:
     records = [*photographs(40), *[Record(b"bad", 0)] * 9]
     order = Order(size=49, batch_size=7, shuffle=False)
-    told: list[str] = []
-    with loader_of(ListSource(records), 7, order=order, skip_bad=True, warn=told.append) as loader:
+    notes = Notes()
+    with loader_of(ListSource(records), 7, order=order, skip_bad=True, recorder=notes) as loader:
         for epoch in (0, 0, 1):
             epoch_of(loader, epoch)
-    assert [line.partition(" can't")[0] for line in told[:5]] == [
+    assert [line.partition(" can't")[0] for line in notes.texts[:5]] == [
         f"rank 0 skips a bad record: record {index}" for index in range(40, 45)
     ]
-    assert told[5] == "rank 0 skips more bad records; they are counted and no longer named."
-    assert [line.partition(", the first of them: record 40 ")[0] for line in told[6:]] == [
+    assert notes.texts[5] == "rank 0 skips more bad records; they are counted and no longer named."
+    assert [line.partition(", the first of them: record 40 ")[0] for line in notes.texts[6:]] == [
         f"rank 0 skipped 9 bad records of epoch {epoch}" for epoch in (0, 0, 1)
     ]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
+
+from paceline.api.exit_handler import ExitHandler
+from paceline.cluster.environment import Environment
+from paceline.errors import DataError
 
 COMMAND = [sys.executable, "-m", "paceline.cli.main"]
 FAILING = """
@@ -73,22 +78,27 @@ def test_closed_streams_are_none_of_a_commands_business(
 
 def test_output_in_another_encoding_lacks_single_characters_only() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [*COMMAND, "ledger", "--help"]
+    command = [*COMMAND, "db", "create", "--help"]
     ended = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b"[-h] RUN [RUN ?]" in ended.stdout
+    assert b"FOLDER/<class>/?/<image>" in ended.stdout
 
 
-def test_a_closed_output_is_no_error_at_the_end_of_a_script() -> None:
+def end_without_output() -> None:
+    """End as a script whose standard output was closed when it started."""
+    os.close(1)
+    sys.stdout = None  # type: ignore[assignment]
+    ExitHandler(Environment()).at_exit(DataError("record 7 is damaged."))
+
+
+def test_a_closed_output_is_no_error_at_the_end_of_a_script(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """The handler of `paceline.join` ends the process with the script's status, and says why."""
-    script = """
-from paceline.api.exit_handler import ExitHandler
-from paceline.cluster.environment import Environment
-from paceline.errors import DataError
-ExitHandler(Environment()).at_exit(DataError("record 7 is damaged."))
-"""
-    ended = run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", script])
-    assert (ended.returncode, ended.stderr) == (1, "paceline: record 7 is damaged.\n")
+    script = multiprocessing.get_context("fork").Process(target=end_without_output)
+    script.start()
+    script.join(60)
+    assert (script.exitcode, capfd.readouterr().err) == (1, "paceline: record 7 is damaged.\n")
 
 
 def test_what_is_opened_next_takes_no_closed_streams_number() -> None:

@@ -17,46 +17,32 @@ from paceline.run.autotune.step_schedule import (
     seconds_by_urgency,
     seconds_in_order,
 )
+from tests.harness.timelines import GivenTime
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Clock of a made-up computer, on which a computation takes as long as it says."""
-
-    def __init__(self) -> None:
-        self.now = self.waited = 0.0
-
-    def __call__(self) -> float:
-        return self.now - self.waited
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a peer."""
-        self.now += seconds
-        self.waited += seconds
 
 
 class Lasting(torch.autograd.Function):
     """Product by a weight that takes a second forward, and three backward before its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, clock: Clock) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor, clock: GivenTime) -> Tensor:
         ctx.save_for_backward(values, weight)
         ctx.clock = clock
-        clock.now += 1
+        clock.passes(1)
         return values * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         values, weight = ctx.saved_tensors
-        ctx.clock.now += 3
+        ctx.clock.passes(3)
         return gradients[0] * weight, gradients[0] * values, None
 
 
 class Layer(nn.Module):
     """A layer of so many values that takes a second forward, and three backward."""
 
-    def __init__(self, clock: Clock, count: int) -> None:
+    def __init__(self, clock: GivenTime, count: int) -> None:
         super().__init__()
         self.clock = clock
         self.weight = nn.Parameter(torch.ones(count))
@@ -67,23 +53,25 @@ class Layer(nn.Module):
 
 
 @contextmanager
-def timed(model: nn.Module, clock: Clock, **changes: Any) -> Iterator[PassTimes]:
+def timed(model: nn.Module, clock: GivenTime, **changes: Any) -> Iterator[PassTimes]:
     fields = {"readers": registering_modules(model), "outside": frozenset(), **changes}
     times = PassTimes(model, ReadMap(**fields), list(model.parameters()), frozenset(), clock)
     yield times
     times.close()
 
 
-def train(model: nn.Module, clock: Clock, times: PassTimes, steps: int, data: float = 0.0) -> None:
+def train(
+    model: nn.Module, clock: GivenTime, times: PassTimes, steps: int, data: float = 0.0
+) -> None:
     for _ in range(steps):
         times.begin_step()
-        clock.now += data
+        clock.passes(data)
         model(torch.ones(1)).sum().backward()
     times.begin_step()
 
 
 def test_a_profile_has_each_layers_times() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
     with timed(model, clock) as times:
         assert times.profile() is None
@@ -100,11 +88,11 @@ def test_a_profile_has_each_layers_times() -> None:
 
 
 def test_waits_before_a_layer_are_left_out_and_data_come_before_the_forward() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
 
     def wait(*_: object) -> None:
-        clock.wait(100)
+        clock.spend(100, "wait", bucket=0)
 
     for layer in model:  # as the replica's hooks do, which are there before
         layer.register_forward_pre_hook(wait)
@@ -120,11 +108,11 @@ def test_waits_before_a_layer_are_left_out_and_data_come_before_the_forward() ->
 
 
 def test_an_update_before_a_layer_is_a_part_of_the_forward() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
 
     def update(*_: object) -> None:
-        clock.now += 2
+        clock.passes(2)
 
     for layer in model:
         layer.register_forward_pre_hook(update)
@@ -137,13 +125,13 @@ def test_an_update_before_a_layer_is_a_part_of_the_forward() -> None:
 
 
 def test_sums_that_are_awaited_before_the_update_overlap_no_forward() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
     with timed(model, clock) as times:
         times.begin_step()
         model(torch.ones(1)).sum().backward()
-        clock.wait(100)
-        clock.now += 3  # clips
+        clock.spend(100, "wait", bucket=0)
+        clock.passes(3)  # clips
         times.begin_step(reduced=True)
         profile = times.profile()
     assert profile is not None
@@ -154,7 +142,7 @@ def test_sums_that_are_awaited_before_the_update_overlap_no_forward() -> None:
 
 
 def test_gradients_that_accumulate_are_complete_at_the_end() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
     with timed(model, clock, accumulates=True) as times:
         train(model, clock, times, 1)
@@ -166,7 +154,7 @@ def test_gradients_that_accumulate_are_complete_at_the_end() -> None:
 def test_a_parameter_that_is_read_outside_is_needed_at_once_and_one_that_is_not_read_never() -> (
     None
 ):
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
     model[0].unused = Layer(clock, 1)
     with timed(model, clock, outside=frozenset({model[1].weight})) as times:
@@ -178,7 +166,7 @@ def test_a_parameter_that_is_read_outside_is_needed_at_once_and_one_that_is_not_
 
 
 def test_a_step_without_a_backward_is_no_step_of_the_profile() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5))
     with timed(model, clock) as times:
         times.begin_step()
@@ -188,7 +176,7 @@ def test_a_step_without_a_backward_is_no_step_of_the_profile() -> None:
 
 
 def test_a_step_with_a_forward_after_its_backward_is_no_step_of_the_profile() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5))
     with timed(model, clock) as times:
         times.begin_step()
@@ -199,7 +187,7 @@ def test_a_step_with_a_forward_after_its_backward_is_no_step_of_the_profile() ->
 
 
 def test_of_two_forwards_a_step_the_first_reads() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5), Layer(clock, 7))
     with timed(model, clock) as times:
         times.begin_step()
@@ -212,7 +200,7 @@ def test_of_two_forwards_a_step_the_first_reads() -> None:
 
 
 def test_one_step_that_awaits_its_sums_is_enough_for_the_profile_to_say_so() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5))
     with timed(model, clock) as times:
         for reduced in (False, True, False):
@@ -225,7 +213,7 @@ def test_one_step_that_awaits_its_sums_is_enough_for_the_profile_to_say_so() -> 
 
 
 def test_closed_pass_times_leave_no_hook() -> None:
-    clock = Clock()
+    clock = GivenTime()
     model = nn.Sequential(Layer(clock, 5))
     with timed(model, clock):
         assert model[0]._forward_pre_hooks

@@ -27,7 +27,7 @@ from paceline.run.autotune.step_schedule import (
     seconds_by_urgency,
     seconds_in_order,
 )
-from paceline.wiring import replicate
+from paceline.wiring.exchange import replicate
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of, world_of
@@ -223,7 +223,8 @@ def predict(
     """Train a model's batches by real steps, all but the first timed; return the predictions."""
     candidates = [config("notified"), config("notified", 4)]
     with replicated(model, communicator, machines) as (replica, optimizer, run):
-        predictor = StepPredictor(candidates, model, lambda: replica, run)
+        predictor = StepPredictor(candidates, model, run)
+        predictor.watch(replica)
         for number, batch in enumerate(batches):
             if number == 1:
                 before = hooks_of(model)  # the first step traces the reads
@@ -340,7 +341,8 @@ def test_a_predictor_that_has_predicted_can_begin_again() -> None:
         model = linear()
         candidates = [config("notified"), config("notified", 4)]
         with replicated(model, communicator) as (replica, optimizer, run):
-            predictor = StepPredictor(candidates, model, lambda: replica, run)
+            predictor = StepPredictor(candidates, model, run)
+            predictor.watch(replica)
             predicted = []
             for number in range(9):
                 if number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from paceline.config import train as config_train
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.run import OutputConfig
-from paceline.config.train import TrainConfig, difference
+from paceline.config.train import TrainConfig, difference, edits
 from paceline.errors import ConfigError
-from paceline.state.run_folder import CONFIG_NAME, RunFolder, choose_run_id
+from paceline.state.run_folder import CONFIG_NAME, RunFolder, choose_run_id, record_edits
 
 OLD_DIGEST = "7c7a494b"  # of `--train_data x`, by a Paceline that digested all flags
 
@@ -90,6 +91,37 @@ def test_more_epochs_are_the_same_run_and_fewer_are_not() -> None:
     six, eight = config_of(num_epochs=6).identity(), config_of(num_epochs=8).identity()
     assert difference(six, eight) == ""
     assert difference(eight, six) == "num_epochs"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("base_learning_rate", 0.2), ("scale_lr", True), ("lr_policy", "cosine")),
+        *(("warmup_epochs", 2.0), ("momentum", 0.8), ("weight_decay", 0.0)),
+        *(("label_smoothing", 0.1), ("clip_norm", 1.0), ("clip_value", 1.0), ("max_loss", 0.0)),
+    ],
+)
+def test_a_run_continues_with_an_edited_hyperparameter(flag: str, value: Any) -> None:
+    edited = config_of(**{flag: value}).identity()
+    assert difference(config_of().identity(), edited) == ""
+    assert edits(config_of().identity(), edited) == {flag: value}
+    assert difference(config_of().identity(), {**edited, "wire": "bf16"}) == "wire"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("seed", 1), ("batch_size", 16), ("no_bn_decay", True)]
+)
+def test_other_flags_of_the_optimization_make_another_run(flag: str, value: Any) -> None:
+    other = config_of(**{flag: value}).identity()
+    assert difference(config_of().identity(), other) == flag
+    assert edits(config_of().identity(), other) == {}
+
+
+def test_a_hyperparameter_that_a_run_lacks_had_its_default() -> None:
+    saved = config_of().identity()
+    del saved["clip_norm"]
+    assert edits(saved, config_of().identity()) == {}
+    assert edits(saved, config_of(clip_norm=1.0).identity()) == {"clip_norm": 1.0}
 
 
 def test_a_run_that_a_bad_record_has_stopped_continues_without_such_records() -> None:
@@ -175,6 +207,34 @@ def test_a_started_run_is_not_written_anew_by_the_same_command(tmp_path: Path) -
     folder.open(config_of())
     assert (folder.path / CONFIG_NAME).read_text() == saved
     with pytest.raises(
-        ConfigError, match=r"started with --momentum 0\.9, but --momentum is now 0\.5"
+        ConfigError, match=r"started with --batch_size 32, but --batch_size is now 16"
     ):
-        folder.open(config_of(momentum=0.5))
+        folder.open(config_of(batch_size=16))
+
+
+def test_an_edited_hyperparameter_is_recorded_when_the_start_isnt_refused_any_more(
+    tmp_path: Path,
+) -> None:
+    def known() -> tuple[float, int]:
+        saved = tomllib.loads((folder.path / CONFIG_NAME).read_text())
+        return saved["momentum"], saved["num_epochs"]
+
+    folder = Folder(tmp_path / "r")
+    folder.open(config_of(num_epochs=6))
+    edited = config_of(num_epochs=8, momentum=0.8)
+    folder.open(edited)
+    assert known() == (0.9, 8)
+    record_edits(folder.path, edited.identity())
+    assert known() == (0.8, 8)
+    folder.open(edited)
+    record_edits(folder.path, edited.identity())
+    assert known() == (0.8, 8)
+    record_edits(folder.path, config_of(num_epochs=8).identity())
+    assert known() == (0.9, 8)
+
+
+def test_a_finished_run_is_finished_with_edited_hyperparameters_too(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r")
+    folder.open(config_of())
+    folder.finish()
+    assert folder.finished_as(config_of(momentum=0.8))

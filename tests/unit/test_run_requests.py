@@ -43,8 +43,26 @@ STATUS = RunStatus(
 )
 
 
-def nothing() -> None:
-    pass
+class Handler:
+    """What obeys a run's requests."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def status(self) -> RunStatus:
+        return STATUS
+
+
+class Presence(RunPresence):
+    """This process's presence in a run, which a request to stop doesn't end."""
+
+    stopped: Callable[[], object]
+
+    def stop(self) -> None:
+        self.stopped()
 
 
 def record(name: str = "a-0", process: ProcessIdentity = HERE, **changes: object) -> MemberRecord:
@@ -57,12 +75,12 @@ def presence(tmp_path: Path) -> Iterator[Callable[..., RunPresence]]:
     made: list[RunPresence] = []
 
     def make(
-        report: Callable[[], RunStatus] = lambda: STATUS, stop: Callable[[], None] = nothing
+        report: Callable[[], RunStatus] = lambda: STATUS, stop: Callable[[], object] = lambda: None
     ) -> RunPresence:
-        made.append(
-            RunPresence(tmp_path, id="a-0", role="worker", machine=0, report=report, stop=stop)
-        )
-        return made[-1]
+        own = Presence(tmp_path, id="a-0", role="worker", machine=0, report=report)
+        own.stopped = stop
+        made.append(own)
+        return own
 
     yield make
     for each in made:
@@ -165,17 +183,17 @@ def test_a_process_that_ends_before_it_answers_is_an_error_of_the_connection() -
 
 
 def test_a_socket_of_another_process_is_not_asked(tmp_path: Path) -> None:
-    stopped = threading.Event()
-    with closing(RunSocket(stop=stopped.set, report=lambda: STATUS)) as made:
+    handler = Handler()
+    with closing(RunSocket(handler)) as made:
         other = record(process=replace(HERE, pid=os.getppid()), socket=made.name)
         with pytest.raises(ConnectionRefusedError, match="another process's"):
             ask(other, Request(kind="stop"))
-    assert not stopped.is_set()
+    assert not handler.stopped.is_set()
 
 
 @pytest.mark.parametrize("sent", [b"nonsense", b'{"kind": "dance"}', b"x" * 10_000])
 def test_nonsense_is_answered_with_an_error(sent: bytes) -> None:
-    with closing(RunSocket(stop=nothing, report=lambda: STATUS)) as made:
+    with closing(RunSocket(Handler())) as made:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(10)
             client.connect(f"\0{made.name}")
@@ -190,7 +208,7 @@ def test_nonsense_is_answered_with_an_error(sent: bytes) -> None:
 def test_a_silent_client_delays_the_next_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_socket, "CLIENT_S", 0.1)
     with (
-        closing(RunSocket(stop=nothing, report=lambda: STATUS)) as made,
+        closing(RunSocket(Handler())) as made,
         socket.socket(socket.AF_UNIX) as silent,
     ):
         silent.connect(f"\0{made.name}")
@@ -200,7 +218,7 @@ def test_a_silent_client_delays_the_next_within_a_limit(monkeypatch: pytest.Monk
 
 
 def test_a_closed_socket_refuses_and_leaves_no_thread() -> None:
-    made = RunSocket(stop=nothing, report=lambda: STATUS)
+    made = RunSocket(Handler())
     made.close()
     assert "run socket" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ConnectionRefusedError):
@@ -213,7 +231,7 @@ def test_a_forked_child_doesnt_hold_the_socket() -> None:
         return [file for file in files if file.startswith("socket:")]
 
     before = set(sockets())
-    with closing(RunSocket(stop=nothing, report=lambda: STATUS)):
+    with closing(RunSocket(Handler())):
         (own,) = set(sockets()) - before  # a child may close others, which earlier tests have left
         child = os.fork()
         if not child:

@@ -14,6 +14,8 @@ from torch.distributed import HashStore
 
 from paceline.cli.main import main
 from paceline.cluster.rendezvous.server_registration import (
+    AVERAGING,
+    PARAMETERS,
     Invitation,
     InvitedBucket,
     open_start,
@@ -21,24 +23,40 @@ from paceline.cluster.rendezvous.server_registration import (
 )
 from paceline.cluster.stores.folder_store import FolderStore
 from paceline.config.average import AverageConfig
+from paceline.config.server import Server, parse_server
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError, ConfigError
+from paceline.reduce.buckets import ALL, partition
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
-from paceline.server.average_server import digest_of, refuse_server
+from paceline.server.met_servers import digest_of, refuse_server
 from paceline.server.serve import layout_of, refusal
 from paceline.update.outer.average import Average, average_from_flags, parse_average
+from paceline.wiring.exchange import refuse_idle_servers
 
 
 def invitation() -> Invitation:
     """Make an invitation to serve three workers on two machines."""
     spec = BucketSpec(lengths=(100,), dtype=torch.float64)
     return Invitation(
+        role=AVERAGING,
+        number=0,
+        servers=("the averaging server",),
         version=metadata.version("paceline"),
         token="token",
         purpose="window",
         workers_per_machine=(2, 1),
         names=("rank 0", "rank 1", "rank 2"),
-        buckets=(InvitedBucket(numel=100, dtype="float64", encoded=False, suppresses_zeros=False),),
+        buckets=(
+            InvitedBucket(
+                lengths=(100,),
+                dtype="float64",
+                encoded=False,
+                suppresses_zeros=False,
+                returns_parameters=False,
+                rooms=1,
+            ),
+        ),
+        optimizer="",
         wire="fp32",
         connections=1,
         model="0123abcd",
@@ -57,7 +75,7 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("serve", "paceline serve needs --run_id, the name of the run whose weights it merges."),
+        ("serve", "paceline serve needs --run_id, the name of the run whose workers it serves."),
         (
             "serve --run_id r",
             "paceline serve needs the run's rendezvous: use --file_store_path, --redis_host, "
@@ -88,6 +106,47 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
             "train --train_data null --sync notified --average_through server",
             "--average_through server needs --sync average: with --sync notified workers exchange "
             "gradients in each step.",
+        ),
+        (
+            "train --train_data null --sync server --average_through server",
+            "--average_through server needs --sync average: with --sync server workers exchange "
+            "gradients in each step.",
+        ),
+        (
+            "train --train_data null --sync server --num_servers 0",
+            "--num_servers 0: must be at least 1.",
+        ),
+        ("launch --num_servers -1 -- true", "--num_servers -1: must be at least 0."),
+        (
+            "train --train_data null --sync notified --num_servers 2",
+            "--num_servers 2: --sync notified exchanges gradients without parameter servers; leave "
+            "it out, or use --sync server.",
+        ),
+        (
+            "train --train_data null --parameter_servers apart",
+            "--parameter_servers apart: --sync auto exchanges gradients without parameter servers; "
+            "leave it out, or use --sync server.",
+        ),
+        (
+            "train --train_data null --sync server --parameter_servers apart",
+            "--parameter_servers apart: the server finds the run by a rendezvous; add "
+            "--file_store_path, --redis_host, --redis_url, --etcd or --master, and give paceline "
+            "serve the same, or leave out --parameter_servers.",
+        ),
+        (
+            "train --train_data null --sync server --wire int8",
+            "--wire int8: parameter servers get gradients uncompressed; leave out --wire, or use "
+            "--sync notified in place of server.",
+        ),
+        (
+            "train --train_data null --sync server --update sharded",
+            "--update sharded: parameter servers update all parameters; leave out --update, or use "
+            "--sync notified in place of server.",
+        ),
+        (
+            "train --train_data null --sync server --transport nixl",
+            "--transport nixl: parameter servers exchange by TCP; leave out --transport, or use "
+            "--sync notified in place of server.",
         ),
     ],
 )
@@ -149,6 +208,21 @@ def test_an_invitation_that_was_sent_as_text_gives_the_workers_layout() -> None:
         layout_of(replace(read, size=1))
 
 
+def test_parameter_servers_lay_out_what_the_workers_do() -> None:
+    lengths = (40, 1, 59)
+    spec = BucketSpec(lengths=lengths, dtype=torch.float64, returns_parameters=True, rooms=3)
+    layout = lay_out([spec], Topology.of([2, 1]).served_by("one", "other"))
+    (bucket,) = invitation().buckets
+    served = replace(
+        invitation(),
+        role=PARAMETERS,
+        servers=("one", "other"),
+        buckets=(replace(bucket, lengths=lengths, returns_parameters=True, rooms=3),),
+        size=layout.server_size,
+    )
+    assert layout_of(Invitation.from_text(served.to_text())) == layout
+
+
 @pytest.mark.parametrize(
     ("address", "space", "command"),
     [
@@ -166,3 +240,37 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
     store = FolderStore(str(tmp_path), "s", timedelta(seconds=1), make=True)
     store.address, store.space = address, space
     assert serve_command(store) == f"paceline serve {command}"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            "server:staleness",
+            "'staleness' must be an option with a whole number, such as servers=2",
+        ),
+        ("server:servers=1,servers=2", "'servers=2' must be an option with a whole number"),
+        ("server:stale=1", "given once; the options are staleness, servers."),
+        ("server:servers=0", "servers 0: must be a whole number of at least 1."),
+        ("server:staleness=2", "staleness 2: this version has synchronous parameter servers only"),
+    ],
+)
+def test_a_wrong_short_form_of_servers_is_refused(given: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_server(given)
+    assert sentence in str(caught.value)
+
+
+def test_the_short_form_of_servers_says_what_the_class_does() -> None:
+    assert parse_server("server") == Server()
+    assert parse_server("server:staleness=0,servers=3") == Server(servers=3)
+    assert parse_server("notified") is None
+
+
+def test_more_servers_than_a_bucket_has_parts_are_refused() -> None:
+    model = nn.Linear(20, 2)  # 168 bytes: two cache lines, and some more
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    buckets = partition(names, dict.fromkeys(names, 0), ALL)
+    refuse_idle_servers(buckets, 2)
+    with pytest.raises(ConfigError, match="--num_servers 3: the model's largest bucket can be cut"):
+        refuse_idle_servers(buckets, 3)

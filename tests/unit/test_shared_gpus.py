@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.generation import context as context_module
 from paceline.generation.run import Run
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.session import check
+from paceline.session.checks import check
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus
 from paceline.wiring.exchange import ExchangeGroups

@@ -11,8 +11,8 @@ import torch
 from paceline.cluster.membership.backup_holder import missing_parts
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError, CommTimeout, ConfigError
+from paceline.snapshots.backup import superseded
 from paceline.snapshots.own_part import OwnPart
-from paceline.snapshots.part_copies import PartCopies
 from tests.harness.equivalence.backup_members import BackupMembers
 
 LIMIT = 20.0
@@ -129,15 +129,23 @@ def test_a_commit_drops_older_snapshots_and_copies(members: BackupMembers) -> No
     assert [len(backup.parts(name(step), ["a"])) for step in (5, 7, 9)] == [0, 1, 1]
 
 
+def require_dropped(members: BackupMembers, at: SnapshotName) -> None:
+    """Require that b neither holds nor confirms a part of a."""
+    before = members.confirmations
+    members.send("a", "b", "backup", {"token": at.token, "step": at.step, "owner": "a"}, b"part")
+    assert members.backups["b"].parts(at, ["a"]) == []
+    assert members.confirmations == before
+
+
 def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMembers) -> None:
     hold_all(members, name(5))
     hold_all(members, name(7))
     backup = members.backups["b"]
     backup.leave_generation([name(5)])
     assert backup.parts(name(7), ["a"]) == []
-    assert not backup.receive(name(8), "a", b"")  # between generations
+    require_dropped(members, name(8))  # between generations
     backup.begin_generation("g/1")
-    assert not backup.receive(name(8), "a", b"")  # a late one
+    require_dropped(members, name(8))  # a late one
     assert recorded(members, "b") == {name(5): "ab"}
     assert len(backup.parts(name(5), ["a"])) == 1
     for each in "ac":
@@ -150,11 +158,9 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
 
 
 def test_a_commit_drops_copies_of_owners_that_are_gone() -> None:
-    copies = PartCopies()
-    for at, owner in ((name(5), "lost"), (name(5), "a"), (name(6, "g/1/1"), "a")):
-        copies.add(at, owner, b"")
-    superseded = copies.superseded(name(6, "g/1/1"), "g/1")
-    assert sorted(superseded) == [(name(5), "a"), (name(5), "lost")]
+    copies = [(name(5), "lost"), (name(5), "a"), (name(6, "g/1/1"), "a")]
+    dropped = superseded(copies, name(6, "g/1/1"), "g/1")
+    assert sorted(dropped) == [(name(5), "a"), (name(5), "lost")]
 
 
 def test_a_start_that_is_needed_again_has_its_copies_still(members: BackupMembers) -> None:

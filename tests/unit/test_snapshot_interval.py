@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.snapshots.interval import MAX_STEPS, SnapshotInterval
+from paceline.snapshots.step_snapshots import MAX_STEPS, interval_of, step_is_due
 
 
-def measured(*snapshots: tuple[float, float]) -> SnapshotInterval:
-    """Measure steps of so many seconds, each with its snapshot's, after two that allocate."""
-    interval = SnapshotInterval()
-    for step, copies in [(90.0, 50.0), (90.0, 50.0), *snapshots]:
-        interval.measure(step, copies)
-    return interval
+def measured(*steps: tuple[float, float]) -> int:
+    """Choose by steps of so many seconds, each with its copies', after two that allocate."""
+    return interval_of([(90.0, 50.0), (90.0, 50.0), *steps])
 
 
 @pytest.mark.parametrize(
@@ -32,58 +29,31 @@ def measured(*snapshots: tuple[float, float]) -> SnapshotInterval:
 def test_the_interval_is_the_smallest_that_costs_under_nine_thousandths(
     step: float, copies: float, steps: int
 ) -> None:
-    assert measured(*[(step + copies, copies)] * 5).choice() == steps
+    assert measured(*[(step + copies, copies)] * 5) == steps
 
 
 def test_exactly_that_is_too_much() -> None:
-    assert measured(*[(500 + 4.5, 4.5)] * 5).choice() == 2  # binary fractions but for 0.009
+    assert measured(*[(500 + 4.5, 4.5)] * 5) == 2  # binary fractions but for 0.009
 
 
 def test_medians_of_five_decide_and_nothing_earlier() -> None:
     times = [(1.0, 0.015)] * 3 + [(9.0, 0.8)] * 2  # two of which something disturbed
-    assert measured(*times[1:]).choice() == 0
-    assert measured(*times).choice() == 2
+    assert measured(*times[1:]) == 0
+    assert measured(*times) == 2
 
 
 def test_snapshots_that_allocate_memory_dont_count() -> None:
-    interval = SnapshotInterval()
-    for _ in range(3):
-        interval.measure(9.0)  # a step without one, before memory is allocated
-    for number in range(6):
-        interval.measure(1.0, 0.9 if number < 2 else 0.001)
-        assert interval.choice() == 0
-    interval.measure(1.0, 0.001)
-    assert interval.choice() == 1
+    steps = [(9.0, 0.0)] * 3  # without one, before memory is allocated
+    steps += [(1.0, 0.9)] * 2 + [(1.0, 0.001)] * 5
+    assert [interval_of(steps[:count]) for count in range(10)] == [0] * 10
+    assert interval_of(steps) == 1
 
 
 def test_steps_without_a_snapshot_tell_how_long_a_step_is() -> None:
-    interval = measured(*[(4.0, 0.015)] * 5)
-    assert interval.choice() == 1
-    for _ in range(6):
-        interval.measure(1.0)
-    assert interval.choice() == 2
+    assert measured(*[(4.0, 0.015)] * 5) == 1
+    assert measured(*[(4.0, 0.015)] * 5, *[(1.0, 0.0)] * 6) == 2
 
 
 def test_each_step_is_due_until_there_is_an_interval() -> None:
-    interval = SnapshotInterval()
-    assert all(map(interval.step_is_due, range(7)))
-    interval.steps = 3
-    assert [number for number in range(7) if interval.step_is_due(number)] == [0, 3, 6]
-    assert [number for number in range(5) if SnapshotInterval(4).step_is_due(number)] == [0, 4]
-
-
-def test_an_interval_may_be_measured_anew() -> None:
-    interval = measured(*[(1.0, 0.015)] * 5)
-    assert interval.choice() == 2
-    interval.restart()
-    for number in range(7):
-        assert interval.choice() == 0
-        interval.measure(1.0, 0.9 if number < 2 else 0.025)
-    assert interval.choice() == 3
-
-
-def test_a_known_interval_is_not_measured() -> None:
-    interval = SnapshotInterval(4)
-    for _ in range(9):
-        interval.measure(1.0, 0.5)
-    assert interval.choice() == 0
+    assert all(step_is_due(number, 0) for number in range(7))
+    assert [number for number in range(7) if step_is_due(number, 3)] == [0, 3, 6]

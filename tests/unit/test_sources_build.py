@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
-from paceline.session import check
+from paceline.session.checks import check
 from paceline.session.decoding import Decoding
+from paceline.session.sources import open_sources
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
 from tests.harness.data.permissions import read_only
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
@@ -95,7 +95,7 @@ def test_labels_that_are_all_beyond_num_labels_are_an_error_in_any_case(tmp_path
     )
     words = ("--train_data", tmp_path / "train", "--num_labels", 3, "--bad_records", "skip")
     with pytest.raises(ConfigError, match="has labels up to 5; give at least 6"):
-        build.open_sources(config_of(*words))
+        open_sources(config_of(*words))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's folders need root to make")
@@ -107,12 +107,12 @@ def test_a_database_in_a_folder_that_may_not_be_entered_is_refused(tmp_path: Pat
         read_only(tmp_path),
         pytest.raises(ConfigError, match="train: you have no permission to read"),
     ):
-        build.open_sources(config_of("--train_data", closed / "train"))
+        open_sources(config_of("--train_data", closed / "train"))
 
 
 def loaded(config: TrainConfig) -> tuple[list[int], list[str]]:
     """The labels of an epoch, sorted, and the notes that were made."""
-    sources, notes = build.open_sources(config), Notes()
+    sources, notes = open_sources(config), Notes()
     decoding = Decoding(config, run_of(recorder=notes), CPU)
     with closing(sources), closing(decoding):
         loader = decoding.loader(sources.train, train=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline import wiring
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.peer_activities import NO_PEERS, WaitLimit
 from paceline.generation import summaries
-from paceline.session import build_trainer
+from paceline.session.command_trainer import build_trainer
+from paceline.session.sources import open_sources
+from tests.harness.processes.sessions import session_of
 from tests.harness.processes.worlds import run_of
 from tests.unit.test_wiring import config_of
 
@@ -158,16 +159,18 @@ def steps_of_two_models(device: torch.device, folder: Path, waits: Waits) -> Non
 def command_steps(device: torch.device, folder: Path, waits: Waits) -> None:
     """Make steps in the command's loop."""
     dtype = "bfloat16" if device.type == "cpu" else "float"  # meta: no autocast
-    words = ("--no_snapshots", "--clip_norm", "1", "--dtype", dtype, "--decode_workers", "0")
+    words = ("--no_snapshots", "--clip_norm", "1", "--decode_workers", "0")
+    words = (*words, "--dtype", dtype, "--force_bfloat16")
     config = config_of(*words)
-    sources, run = wiring.open_sources(config), run_of(device=device)
-    trainer = build_trainer(config, run, sources, device, folder)
-    for step in range(STEPS):
-        batch = trainer.train.batch(0, step)
-        with waits.watched():
-            trainer._train_step(batch)
-    trainer.resources.close()
-    trainer.replica.close()
+    sources, run = open_sources(config), run_of(device=device)
+    with ExitStack() as resources:
+        session = session_of(config, run, folder, resources)
+        session.open_bindings()
+        trainer = build_trainer(config, session, sources)
+        for step in range(STEPS):
+            batch = trainer.train.batch(0, step)
+            with waits.watched():
+                trainer._train_step(batch)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError
-from paceline.session import check
+from paceline.session.checks import check
 from paceline.state.file_integrity import check_header, check_integrity
 
 STATE = {"model": {"weight": torch.arange(30.0), "bias": torch.ones(3)}, "epoch": 4}

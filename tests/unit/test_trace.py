@@ -15,11 +15,11 @@ from torch import nn
 import paceline
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import PutEvent
-from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.pass_spans import watch_passes
-from paceline.timeline import step_trace as module
+from paceline.timeline import trace as module
 from paceline.timeline.clock_offsets import Round, offsets, rounds
-from paceline.timeline.step_trace import Trace
+from paceline.timeline.timeline import Timeline
+from paceline.timeline.trace import Trace
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.library.small_training import BATCH, network, plain_step, samples, sgd
 from tests.harness.processes.run_folders import events
@@ -65,13 +65,20 @@ def slices(told: Event, rank: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def step(trace: Trace, number: int, *puts: dict[str, object]) -> None:
+class Window:
+    """Remembers its puts."""
+
+    def __init__(self) -> None:
+        self.moments: list[PutEvent] = []
+
+
+def step(trace: Trace, timeline: Timeline, number: int, *puts: dict[str, object]) -> None:
     """Run a step with some puts, and tell of its end."""
-    with trace.span("step", step=number), trace.span("train"):
+    with timeline.span("step", step=number), timeline.span("train"):
         for put in puts:
-            with trace.span("put", window=0, notification=0, **put):
+            with timeline.span("put", window=0, notification=0, **put):
                 pass
-        with trace.span("wait", bucket=0):
+        with timeline.span("wait", bucket=0):
             pass
     trace.event("step", step=number)
 
@@ -84,23 +91,24 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
 
     def run(c: Communicator) -> None:
-        trace = Trace(path, range(5, 6), run_of(c), c.rank, lambda: clock_of(c.rank))
-        moments: list[PutEvent] = []
-        trace.follow(0, lambda: moments)
+        timeline = Timeline(lambda: clock_of(c.rank))
+        trace = Trace(path, range(5, 6), run_of(c, timeline=timeline), c.rank)
+        window = Window()
+        timeline.follow(0, window)
         trace.event("notifications", texts=["contribution of bucket 0"])
         trace.event("buckets", parameters=[("a", "b")])
-        step(trace, 4, {"peer": 1 - c.rank, "value": 4})
+        step(trace, timeline, 4, {"peer": 1 - c.rank, "value": 4})
         if c.rank == 0:
-            step(trace, 5, {"peer": 1, "value": 5})
-            moments += [PutEvent(False, 1, 0, v, clock_of(0)) for v in (4, 5)]
+            step(trace, timeline, 5, {"peer": 1, "value": 5})
+            window.moments += [PutEvent(False, 1, 0, v, clock_of(0)) for v in (4, 5)]
             there.wait()
         else:
             there.wait()
-            moments += [PutEvent(True, 0, 0, v, clock_of(1)) for v in (4, 5)]
-            step(trace, 5)
+            window.moments += [PutEvent(True, 0, 0, v, clock_of(1)) for v in (4, 5)]
+            step(trace, timeline, 5)
         ready.wait()
         assert not path.exists()
-        step(trace, 6)
+        step(trace, timeline, 6)
         trace.event("finish")  # it is written once
 
     run_ranks(2, run)
@@ -124,19 +132,20 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     assert waits == [{"bucket": 0, "parameters": ["a", "b"]}] * 2
 
 
-def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Path) -> None:
-    said: list[object] = []
-
+def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), run_of(c), 0, report=said.append)
+        run = run_of(c)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), run, 0)
         for number in (0, 1, 7, 8):
-            step(trace, number)
+            step(trace, run.timeline, number)
         trace.event("finish")
 
     run_ranks(2, run)
     assert not list(tmp_path.iterdir())
-    (text,) = map(str, said)
-    assert text == "--trace_steps 5:5: none of these steps was run, so there is no trace."
+    text = "--trace_steps 5:5: none of these steps was run, so there is no trace."
+    assert capsys.readouterr().err == f"paceline: {text}\n"
 
 
 def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,10 +166,11 @@ def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert step["compute_ms"] > 0
 
 
-class Spans(NullRecorder):
+class Spans(Timeline):
     """Writes down what begins and ends."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[str] = []
 
     def span(self, name: str, **fields: object) -> Any:
@@ -181,8 +191,7 @@ def test_forwards_and_backwards_are_measured(times: int) -> None:
     model, spans = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), Spans()
     last = model[0].weight
     last.register_post_accumulate_grad_hook(lambda _: spans.seen.append("gradient"))
-    recorder: Recorder = spans
-    undo = watch_passes(model, recorder)
+    undo = watch_passes(model, spans)
     for _ in range(times):
         model(torch.ones(2, 3)).sum().backward()
     with torch.no_grad():

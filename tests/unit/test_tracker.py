@@ -14,25 +14,33 @@ import paceline
 from paceline import ConfigError
 from paceline.config.run import TRACKER_NAMES, OutputConfig
 from paceline.errors import Message
+from paceline.observe.trackers import tracker as module
 from paceline.observe.trackers.tracker import Point, Tracker, Writer
 from paceline.observe.trackers.trackers import TRACKERS, require_installed
 from tests.harness.library.tracked_runs import MemoryWriter, train
 
 
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is printed."""
+    said: list[str] = []
+    monkeypatch.setattr(module, "print_message", said.append)
+    return said
+
+
 def tracker_of(
     open_writer: Callable[[], Writer], clock: Callable[[], float] = lambda: 0.0, **options: Any
-) -> tuple[Tracker, list[str]]:
-    said: list[str] = []
-    return Tracker("memory", open_writer, report=said.append, clock=clock, **options), said
+) -> Tracker:
+    return Tracker("memory", open_writer, clock=clock, **options)
 
 
 def step(tracker: Tracker, number: int, *, epoch: int = 0, **fields: Any) -> None:
     tracker.event("step", step=number, epoch=epoch, samples=64, first=0, sums=[], **fields)
 
 
-def test_each_event_becomes_values_of_its_step() -> None:
+def test_each_event_becomes_values_of_its_step(said: list[str]) -> None:
     writer, times = MemoryWriter(), iter([10.0, 10.5, 30.0, 30.25])
-    tracker, said = tracker_of(lambda: writer, lambda: next(times))
+    tracker = tracker_of(lambda: writer, lambda: next(times))
     tracker.event("run", model="m")
     tracker.event("note", text=Message("use {--sync}"))
     tracker.event("restore", step=0)
@@ -79,25 +87,25 @@ def test_each_event_becomes_values_of_its_step() -> None:
 @pytest.mark.parametrize("stopped", [True, None])
 def test_a_run_that_is_stopped_or_fails_is_incomplete(stopped: bool | None) -> None:
     writer = MemoryWriter()
-    tracker, _ = tracker_of(lambda: writer)
+    tracker = tracker_of(lambda: writer)
     if stopped is not None:
         tracker.event("finish", stopped=stopped)
     tracker.close()
     assert writer.complete is False
 
 
-def test_a_writer_that_cant_be_opened_is_one_note() -> None:
+def test_a_writer_that_cant_be_opened_is_one_note(said: list[str]) -> None:
     def refuse() -> Writer:
         raise OSError("no network.\nmany more lines")
 
-    tracker, said = tracker_of(refuse)
+    tracker = tracker_of(refuse)
     for number in range(3):
         step(tracker, number)
     tracker.close()
     assert said == ["memory failed, and the run continues without it: OSError: no network."]
 
 
-def test_a_writer_that_fails_in_mid_run_is_one_note() -> None:
+def test_a_writer_that_fails_in_mid_run_is_one_note(said: list[str]) -> None:
     class Failing(MemoryWriter):
         def write(self, points: Sequence[Point]) -> None:
             super().write(points)
@@ -105,7 +113,7 @@ def test_a_writer_that_fails_in_mid_run_is_one_note() -> None:
                 raise ConfigError("the server refuses.")
 
     writer = Failing()
-    tracker, said = tracker_of(lambda: writer)
+    tracker = tracker_of(lambda: writer)
     step(tracker, 0)
     step(tracker, 1)
     tracker._thread.join(30)
@@ -115,14 +123,14 @@ def test_a_writer_that_fails_in_mid_run_is_one_note() -> None:
     assert [step for step, _ in writer.points] == [0, 1]
 
 
-def test_a_writer_that_hangs_delays_neither_steps_nor_the_end() -> None:
+def test_a_writer_that_hangs_delays_neither_steps_nor_the_end(said: list[str]) -> None:
     opened = threading.Event()
 
     def hang() -> Writer:
         opened.wait(60)
         return MemoryWriter()
 
-    tracker, said = tracker_of(hang, end_s=0.01)
+    tracker = tracker_of(hang, end_s=0.01)
     for number in range(30_000):
         step(tracker, number)
     assert said == ["memory failed, and the run continues without it: it doesn't answer."]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
+from paceline.comm.communicator import Communicator
 from paceline.run.autotune.trials import COUNTED, SKIPPED, Outcome, Trials, steps_of_trials
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
+from tests.harness.timelines import GivenTime
 
 BLOCK = SKIPPED + COUNTED
 
@@ -19,21 +23,21 @@ class Machine:
     """
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        self.seconds, self.now = seconds, 0.0
+        self.seconds, self.timeline = seconds, GivenTime()
         self.tried: list[int] = []
 
     def run(
         self,
         count: int,
-        mean: Callable[[Sequence[float]], Sequence[float]] = list,
+        communicator: Communicator | None = None,
     ) -> Outcome:
-        trials = Trials(count, lambda: self.now, mean)
+        trials = Trials(count, run_of(communicator, timeline=self.timeline))
         while True:
             candidate = trials.begin()
             if trials.outcome is not None:
                 assert candidate == trials.outcome.chosen == trials.begin()
                 return trials.outcome
-            self.now += self.seconds(candidate, len(self.tried))
+            self.timeline.passes(self.seconds(candidate, len(self.tried)))
             self.tried.append(candidate)
 
 
@@ -96,11 +100,7 @@ def test_noise_is_no_excuse_for_what_is_much_slower() -> None:
 
 def test_the_ranks_decide_by_their_mean() -> None:
     """What is slow here is what the others are fast with."""
-    others = {0.2: 0.9, 0.3: 0.4}
-
-    def mean(values: Sequence[float]) -> list[float]:
-        return [(value + others[round(value, 6)]) / 2 for value in values]
-
-    outcome = steady(0.2, 0.3).run(2, mean)
-    assert outcome.seconds == pytest.approx({0: 0.55, 1: 0.35})
-    assert outcome.chosen == 1
+    seconds = ((0.2, 0.3), (0.9, 0.4))
+    for outcome in run_ranks(2, lambda c: steady(*seconds[c.rank]).run(2, c)):
+        assert outcome.seconds == pytest.approx({0: 0.55, 1: 0.35})
+        assert outcome.chosen == 1

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.snapshots.own_part import OwnPart
-from paceline.snapshots.unsummed_values import values_to_send
+from paceline.snapshots.own_part import OwnPart, values_to_send
 from tests.harness.equivalence.rank_threads import run_ranks
 
 OWN = (1.0, 10.0, 100.0)  # of each rank, in step 4; a lost member had 1,000

@@ -97,14 +97,14 @@ def test_a_promise_ends_acknowledgements(request_: Request) -> None:
 
 def test_a_machine_in_a_newer_generation_says_so_and_its_members_vote_on() -> None:
     record, _ = ask(MachineRecord(), prepare(HIGH))
-    record = acceptor.learn(record, PAIR, LATER)
+    record = record.in_generation(LATER)
     decided = Decided(generation=PAIR.id, value=LATER)
     assert ask(record, prepare(Ballot(9, "w1"))) == (record, decided)
     assert record.has_promised(PAIR)
     assert not record.has_promised(LATER)
     assert acceptor.acknowledge(record, LATER, "w0", (HELD,))[1]
     newest = next_generation(LATER, "newest")
-    assert acceptor.learn(acceptor.learn(record, LATER, newest), PAIR, LATER).generation == newest
+    assert record.in_generation(newest).in_generation(LATER).generation == newest
     assert isinstance(ask(record, prepare(LOW, LATER))[1], Promise)
 
 
@@ -118,7 +118,7 @@ def test_a_machine_without_a_vote_only_tells_what_it_knows() -> None:
     record, answer = ask(MachineRecord(), prepare(LOW), machine=7)
     assert answer is None
     assert not record.has_promised(PAIR)
-    record = acceptor.learn(record, PAIR, LATER)
+    record = record.in_generation(LATER)
     assert isinstance(ask(record, prepare(LOW), machine=7)[1], Decided)
 
 
@@ -136,11 +136,11 @@ def test_a_joiners_copies_are_recorded_and_remain_if_it_is_admitted() -> None:
     assert done
     assert isinstance(promise := ask(record, prepare(LOW))[1], Promise)
     assert promise.holdings == ()
-    left_out = acceptor.learn(record, PAIR, LATER)
+    left_out = record.in_generation(LATER)
     assert left_out.holdings == ()
     (first, second) = LATER.members
     admitted = replace(LATER, members=(first, replace(second, id="j1")))
-    assert acceptor.learn(record, PAIR, admitted).holdings == record.holdings
+    assert record.in_generation(admitted).holdings == record.holdings
 
 
 def test_the_record_stays_small_over_1000_generations() -> None:
@@ -150,7 +150,7 @@ def test_the_record_stays_small_over_1000_generations() -> None:
         record, _ = acceptor.acknowledge(record, generation, "w0", (HELD,))
         successor = next_generation(generation, f"token {number}")
         record, _ = ask(record, accept(LOW, successor, generation))
-        record = acceptor.learn(record, generation, successor)
+        record = record.in_generation(successor)
         generation = successor
         if number in (9, 999):
             sizes.append(len(record.to_text()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ import torch
 from torch.distributed import HashStore
 
 import paceline
-from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, PeerLost
+from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
-from paceline.session import Start, build_recorder, build_trainer, check, connect, open_run
+from paceline.session import session as session_module
+from paceline.session.checks import check
+from paceline.session.command_trainer import build_trainer
+from paceline.session.connect import connect_run
+from paceline.session.recorders import record_training
+from paceline.session.resume.start import Start
+from paceline.session.sources import open_sources
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.membership.given_membership import GivenMembership
+from tests.harness.processes.sessions import session_of
 from tests.harness.processes.worlds import run_of, world_of
 
 BASE = (
@@ -31,14 +39,13 @@ BASE = (
 )
 
 
-OPEN: list[Trainer] = []  # of the present test
+RESOURCES = ExitStack()  # of the present test
 
 
 @pytest.fixture(autouse=True)
 def close_decode_pools() -> Iterator[None]:
     yield
-    while OPEN:
-        OPEN.pop().resources.close()
+    RESOURCES.close()
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -46,17 +53,14 @@ def config_of(*words: str) -> TrainConfig:
 
 
 def trainer_of(folder: Path, *words: str, start: Start | None = None) -> Trainer:
-    config = config_of(*words)
-    trainer = build_trainer(
-        config,
-        run_of(),
-        build.open_sources(config),
-        torch.device("cpu"),
-        folder,
-        start,
-    )
-    OPEN.append(trainer)
-    return trainer
+    return trainer_in(run_of(), folder, config_of(*words), start)
+
+
+def trainer_in(run: Run, folder: Path, config: TrainConfig, start: Start | None = None) -> Trainer:
+    """Return the trainer of a rank."""
+    session = session_of(config, run, folder, RESOURCES, start)
+    session.open_bindings()
+    return build_trainer(config, session, open_sources(config))
 
 
 def rates(trainer: Trainer) -> list[float]:
@@ -261,17 +265,19 @@ def test_a_trainers_files_have_no_result_of_a_process_that_was_stopped_meanwhile
 ) -> None:
     run = run_of()
     run.membership = membership = GivenMembership()
-    recorder = build_recorder(config_of(), run, tmp_path, Start())
-    requires_later_looks(membership, recorder, tmp_path, **STEP)
-    recorder.close()
+    with ExitStack() as resources:
+        record_training(config_of(), session_of(config_of(), run, tmp_path, resources))
+        requires_later_looks(membership, run.recorder, tmp_path, **STEP)
 
 
 def test_a_scripts_files_have_no_result_of_a_process_that_was_stopped_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     membership = GivenMembership()
-    monkeypatch.setattr(connect, "join_membership", lambda group, *_, **__: (group, membership))
-    monkeypatch.setattr(connect, "watch_peers", lambda *_, **__: membership)
+    monkeypatch.setattr(
+        session_module, "join_membership", lambda group, *_, **__: (group, membership)
+    )
+    monkeypatch.setattr(session_module, "watch_peers", lambda *_, **__: membership)
     with paceline.join(run=tmp_path / "run") as world:
         requires_later_looks(membership, world._run.recorder, tmp_path / "run", **STEP)
         membership._require_member = lambda: None
@@ -287,9 +293,7 @@ def test_a_trainers_checkpoints_ask_whether_its_member_is_in_the_world(tmp_path:
         return may
 
     run.membership = GivenMembership(may_write=may_write, lease_lasts=lambda: answers["lasts"])
-    sources = build.open_sources(config)
-    OPEN.append(build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
-    OPEN[-1].run()
+    trainer_in(run, tmp_path, config).run()
     assert not answers["may write"]
     assert not list(tmp_path.rglob("step-*.pt"))
 
@@ -299,7 +303,7 @@ def test_timeouts_reach_the_connections() -> None:
 
     def on_rank(own: Communicator) -> list[float]:
         group, cpu = world_of((2,), own.rank), torch.device("cpu")
-        with open_run(group, store, cpu, (7.0, 3.0)) as run:
+        with connect_run(group, store, cpu, (7.0, 3.0)) as run:
             communicator: Any = run.context.group("data", "steps")
             limits = [communicator.timeout.seconds]
             run.context.end_startup()
@@ -316,8 +320,7 @@ def test_rounds_longer_than_the_run_are_refused_and_those_longer_than_an_epoch_n
     with pytest.raises(ConfigError, match=rf"average_every 99: .* the run's {2 * steps} steps"):
         trainer_of(tmp_path, *words, "99")
     config, recorder = config_of(*words, f"{2 * steps}"), Notes()
-    sources, run = build.open_sources(config), run_of(recorder=recorder)
-    OPEN.append(build_trainer(config, run, sources, torch.device("cpu"), tmp_path))
+    trainer_in(run_of(recorder=recorder), tmp_path, config)
     assert any(f"more than the {steps} steps of an epoch" in text for text in recorder.texts)
 
 

@@ -16,7 +16,7 @@ from paceline.api.exit_handler import ExitHandler
 from paceline.api.functions import function_call
 from paceline.api.open_world import open_world
 from paceline.cluster.environment import read_environment
-from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.worker import end_with_supervisor, report_lost_supervisor
 
 
@@ -28,7 +28,7 @@ def main(path: Path) -> None:
 
     def report_lost() -> None:
         world = open_world()
-        report_lost_supervisor(worker, None if world is None else world._session.run)
+        report_lost_supervisor(worker, None if world is None else world.folder)
 
     end_with_supervisor(report_lost)
     exit_handler = ExitHandler(environment)

@@ -11,13 +11,14 @@ learn of at the end has evaluated nothing yet: its samples are missing, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.api.loaders.stream_loader import CurrentBatch
 from paceline.api.rollback import Outcome
 from paceline.api.script_loop import ScriptLoop
 from paceline.comm.communicator import gather_bytes, require_same_call, total
@@ -38,7 +39,7 @@ class Evaluation:
         run: the run.
         mapped: loads the samples.
         order: their order.
-        note: called with the step and the number of samples of each batch, before it is yielded.
+        current: notes each batch before it is yielded.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class Evaluation:
         run: Run,
         mapped: MappedLoader,
         order: Order,
-        note: Callable[[int, int], None],
+        current: CurrentBatch,
     ) -> None:
         self._loop = loop
         self._run = run
         self._mapped = mapped
         self._order = order
-        self._note = note
+        self._current = current
         self._done = np.zeros(order.samples, dtype=np.int64)  # 1: this rank has evaluated it
 
     def batches(self) -> Iterator[Any]:
@@ -68,7 +69,7 @@ class Evaluation:
         with self._loop.meters.evaluate():
             for place, batch in self._mapped.epoch(0) if begins else ():
                 if place.count:
-                    self._note(place.step, place.count)
+                    self._current._note(place.step, place.count)
                     yield batch
                     self._done[place.first : place.last] = 1
             if end is None:  # the loop goes back, and repeats this evaluation
@@ -82,7 +83,7 @@ class Evaluation:
         parts = [positions[at : at + size] for at in range(0, len(positions), size)]
         with closing(self._mapped.samples(0, parts)) as batches:
             for part, batch in zip(parts, batches, strict=True):
-                self._note(int(part[0]) // self._order.batch_size, len(part))
+                self._current._note(int(part[0]) // self._order.batch_size, len(part))
                 yield batch
                 self._done[part] = 1
 

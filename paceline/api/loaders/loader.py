@@ -30,6 +30,7 @@ from paceline.data.seeded_dataset import MapStyle
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
 from paceline.replica.checksums import name_ranks
+from paceline.timeline.timeline import WAIT_FOR_INPUT
 
 
 class Loader(CurrentBatch):
@@ -83,7 +84,7 @@ class Loader(CurrentBatch):
         """Yield the epoch's batches; return the step from which the next generation continues."""
         world = self._world
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
-            for batch_slice, batch in batches:
+            for batch_slice, batch in world._run.timeline.each(WAIT_FOR_INPUT, batches):
                 self._step = batch_slice.step
                 self._count = batch_slice.count
                 found = batch_slice.count
@@ -106,7 +107,7 @@ class Loader(CurrentBatch):
             )
         if not world._loop.rollback.possible:  # a loss ends the run
             return self._metered_batches()
-        return Evaluation(world._loop, world._run, self._mapped, self._order, self._note).batches()
+        return Evaluation(world._loop, world._run, self._mapped, self._order, self).batches()
 
     def _metered_batches(self) -> Iterator[Any]:
         """Yield the batches of an evaluation, and merge the meters' sums at the end."""
@@ -119,15 +120,10 @@ class Loader(CurrentBatch):
                 what = "the end of world.evaluation(), which all ranks must reach"
                 meters.merge(gather_bytes(context.group("data", "steps"), meters.pack(), what))
 
-    def _note(self, step: int, count: int) -> None:
-        self._step = step
-        self._count = count
-
     def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""
         for batch_slice, batch in self._mapped.epoch(0):
-            self._step = batch_slice.step
-            self._count = batch_slice.count
+            self._note(batch_slice.step, batch_slice.count)
             if batch_slice.count:
                 yield batch
         self._world._loop.evaluated += 1
@@ -413,4 +409,4 @@ def _compare_data(world: World, dataset: object) -> None:
 def _require_equal(world: World, facts: Mapping[str, object]) -> None:
     """Require the same facts of a loader on all ranks; collective."""
     world._loop.loaders += 1
-    world._session.require_equal(f"loader {world._loop.loaders}", facts)
+    world._session.agree(f"loader {world._loop.loaders}", facts)

@@ -23,6 +23,7 @@ from paceline.data.batch_count import samples_in
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.stream import Stream
 from paceline.errors import ConfigError
+from paceline.timeline.timeline import WAIT_FOR_INPUT
 
 UNEVEN = ("join", "shortest")
 _NEXT_BATCH = "the loader's next batch"
@@ -63,6 +64,11 @@ class CurrentBatch:
         then the batch that is yielded has no weight.
         """
         return self._count
+
+    def _note(self, step: int, count: int) -> None:
+        """Note the batch that is yielded next."""
+        self._step = step
+        self._count = count
 
 
 class StreamLoader(CurrentBatch):
@@ -112,7 +118,8 @@ class StreamLoader(CurrentBatch):
         """Yield a batch for each step of the epoch from step `first` on."""
         world = self._world
         taken = world._position.begin_stream_epoch(first)
-        with closing(self._stream.batches(world.epoch, self._rank)) as batches:
+        with closing(self._stream.batches(world.epoch, self._rank)) as stream:
+            batches = world._run.timeline.each(WAIT_FOR_INPUT, stream)
             placeholder = None
             for _ in range(first):
                 placeholder = next(batches, placeholder)
@@ -129,8 +136,7 @@ class StreamLoader(CurrentBatch):
                     )
                 count = 0 if own is None else own[0]
                 batch = known[1]
-                self._step = step
-                self._count = count
+                self._note(step, count)
                 found = samples_in(batch, count) if self._collates and count else count
                 world._loop.queue_slice(batch_slice, found)
                 placeholder = known

@@ -26,7 +26,7 @@ from paceline.cluster.membership.control_line.frame_kinds import (
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.protocol import Handler, Interruptible, Membership, Successor
+from paceline.cluster.membership.protocol import FrameHandler, Interruptible, Membership, Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.static import StaticMembership, connect_members
 from paceline.cluster.membership.voting.messages import Held
@@ -197,7 +197,7 @@ class ElasticMembership:
             self._voter.await_members(group)
             store = self._voter.store_of(group)
         # Before the ranks connect: a member may be lost while the others still do.
-        self._voter.attach(generation, waits.interrupt)
+        self._voter.attach(generation, waits)
         self._entered = generation
         return store
 
@@ -209,7 +209,7 @@ class ElasticMembership:
         self._voter.begin(generation)
         return self._risk(generation)
 
-    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def next_generation(self, lost: CommError) -> Successor:
         """Wait for the decision about the next generation, as `Membership.next_generation`.
 
         What this member holds is in its machine's record already.
@@ -284,7 +284,7 @@ class ElasticMembership:
         members = [member.id for member in self._generation.members]
         self._voter.line.broadcast(kind, body, members)
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: FrameHandler) -> None:
         """Let frames of a kind be handled, as `Frames.handle`."""
         self._voter.handle(kind, handler)
 

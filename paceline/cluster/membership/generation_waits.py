@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.control_store import ControlStore, ControlStores
 from paceline.cluster.membership.generation import Generation, Member
+from paceline.cluster.membership.protocol import Interruptible
 from paceline.errors import CommError, PeerLost
 
 
@@ -70,20 +71,20 @@ class GenerationWaits:
         self._changed = threading.Condition()  # guards all that follows
         self._changes: dict[str, Change] = {}  # by the id of the generation that ended
         self._failure: CommError | None = None
-        self._interrupts: dict[str, Callable[[], None]] = {}
+        self._waits: dict[str, Interruptible] = {}
         self._interrupted: set[str] = set()
         self._store: tuple[str, ControlStore] | None = None
 
-    def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
-        """Let `interrupt` end the waits of a generation, at once where it can't continue."""
+    def attach(self, generation: Generation, waits: Interruptible) -> None:
+        """Interrupt the waits of a generation once it can't continue; at once, if it can't now."""
         with self._changed:
             # The generation before has no waits left: its
             # context is aborted before another one is made.
-            self._interrupts = {generation.id: interrupt}
+            self._waits = {generation.id: waits}
             known = generation.id in self._interrupted
         # Not under the lock: what is interrupted has locks of its own.
         if known:
-            interrupt()
+            waits.interrupt()
 
     def store_of(self, generation: Generation, open: Callable[[], ControlStore]) -> Store:
         """Return a generation's store, which serves until the generation ends."""
@@ -104,10 +105,10 @@ class GenerationWaits:
             if generation.id in self._interrupted:
                 return
             self._interrupted.add(generation.id)
-            interrupt = self._interrupts.get(generation.id)
+            waits = self._waits.get(generation.id)
             store = self._store
-        if interrupt is not None:
-            interrupt()
+        if waits is not None:
+            waits.interrupt()
         if store is not None and store[0] == generation.id:
             store[1].close()
 

@@ -6,7 +6,7 @@ ElasticMembership    the others vote on the next generation, and continue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +18,6 @@ from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.comm.peer_activities import PeerActivities
 from paceline.errors import CommError
-
-Handler = Callable[[str, Mapping[str, Any], bytes | bytearray], None]
-"""Handles a frame: the sender's id, the body and the bulk; on the control line's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +53,22 @@ class Interruptible(Protocol):
         """End all waits, now and later; from any thread."""
 
 
+class FrameHandler(Protocol):
+    """Protocol of what handles the frames that other members send."""
+
+    def receive(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | bytearray
+    ) -> None:
+        """Handle a frame, on the control line's thread.
+
+        Args:
+            peer: the sender's id.
+            kind: of the frame.
+            body: what JSON can carry.
+            bulk: further bytes.
+        """
+
+
 class Frames(Protocol):
     """Protocol of frames between members, besides those of the membership itself."""
 
@@ -72,7 +85,7 @@ class Frames(Protocol):
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
         """Send a frame to all members of the present generation; from any thread."""
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: FrameHandler) -> None:
         """Let frames of a kind be handled; those of one sender are handled in their order."""
 
 
@@ -109,12 +122,13 @@ class Membership(Protocol):
             which machine's loss would stop the run, a sentence; "" where there is one machine.
         """
 
-    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def next_generation(self, lost: CommError) -> Successor:
         """Leave the present generation, and wait for the decision about the next one.
+
+        The vote knows what this member holds by `acknowledge`.
 
         Args:
             lost: why this member leaves it.
-            held: the snapshots that it holds.
 
         Raises:
             OutsideWorld: this member isn't in the next generation, or there is none.

@@ -19,8 +19,7 @@ from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY, contr
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.protocol import Handler, Interruptible, Successor
-from paceline.cluster.membership.snapshot_name import SnapshotName
+from paceline.cluster.membership.protocol import FrameHandler, Interruptible, Successor
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.waiting import await_keys
@@ -58,7 +57,7 @@ class StaticMembership:
         """Return "": no vote begins."""
         return ""
 
-    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def next_generation(self, lost: CommError) -> Successor:
         """Raise `lost`: there is no next generation."""
         raise lost
 
@@ -85,7 +84,7 @@ class StaticMembership:
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
         """Send nothing."""
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: FrameHandler) -> None:
         """Ignore the handler: no frame comes."""
 
 

@@ -12,7 +12,8 @@ which the interrupt ends with an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ from paceline.cluster.membership.generation_waits import (
 from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
+from paceline.cluster.membership.protocol import FrameHandler, Interruptible
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
     Answer,
@@ -115,11 +117,11 @@ class VotingMember:
         self._member = member
         self._acceptor = acceptor
         self._options = options
-        self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
+        self._handlers: dict[str, FrameHandler] = {}
         self._progress = "", 0  # the id of a generation, and the step; by the training thread
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
-        self._acceptors = AcceptorLinks(generation, acceptor, witness, self._take_answer)
+        self._acceptors = AcceptorLinks(generation, acceptor, witness, self)
         self._waits = GenerationWaits(self._stores)
         self._lease = WriteLease(member.id, options.peer_timeout)
         # What follows is used on the line's thread only.
@@ -144,9 +146,7 @@ class VotingMember:
         """The id of this process's member."""
         return self._member.id
 
-    def handle(
-        self, kind: str, handler: Callable[[str, Mapping[str, Any], bytes | bytearray], None]
-    ) -> None:
+    def handle(self, kind: str, handler: FrameHandler) -> None:
         """Let frames of a further kind be handled on the line's thread."""
         self._handlers[kind] = handler
 
@@ -165,9 +165,9 @@ class VotingMember:
 
         self._on_line(start)
 
-    def attach(self, generation: Generation, interrupt: Callable[[], None]) -> None:
+    def attach(self, generation: Generation, waits: Interruptible) -> None:
         """Let the loss of a member interrupt a generation's waits, at once where it is known."""
-        self._waits.attach(generation, interrupt)
+        self._waits.attach(generation, waits)
 
     def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it.
@@ -332,7 +332,7 @@ class VotingMember:
             elif kind == END:
                 self._end(peer, body)
             elif kind in self._handlers:
-                self._handlers[kind](peer, body, bulk)
+                self._handlers[kind].receive(peer, kind, body, bulk)
 
     def opened(self, peer: str) -> None:
         """Handle a connected peer."""
@@ -348,6 +348,22 @@ class VotingMember:
             if self._vote is not None and self._watch.grace_seconds:
                 self._begin_vote(anew=True)
 
+    # Events of its ballots.
+
+    def answered(self, answer: Answer) -> None:
+        """Take an acceptor's answer."""
+        with self._guarded():
+            if isinstance(answer, Decided):
+                self._learn(answer)
+            elif self._vote is not None:
+                self._vote.receive(answer)
+
+    def decided(self, value: Generation) -> None:
+        """Report an outcome, which a ballot of this member decided, to all."""
+        message = Decided(generation=self._generation.id, value=value)
+        self._acceptors.report(message, self._generation)
+        self._learn(message)
+
     # What follows runs on the line's thread.
 
     def _on_line(self, function: Callable[[], None]) -> None:
@@ -357,8 +373,17 @@ class VotingMember:
 
         self.line.post(run)
 
-    def _guarded(self) -> _Guard:
-        return _Guard(self._fail)
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Let an error of the block end the wait of the training thread."""
+        try:
+            yield
+        except CommError as error:
+            self._fail(error)
+        except Exception as error:
+            failed = OutsideWorld(f"The membership failed: {type(error).__name__}: {error}.")
+            failed.remedy = "Start the same command again."
+            self._fail(failed)
 
     def _fail(self, error: CommError) -> None:
         """End the wait of the training thread with an error."""
@@ -445,10 +470,9 @@ class VotingMember:
             self._vote = Vote(
                 generation,
                 self._member.id,
-                ask=self._acceptors.ask,
-                view=lambda: self._watch.view,
-                call_later=self.line.call_later,
-                decided=self._decide,
+                acceptors=self._acceptors,
+                watch=self._watch,
+                voter=self,
                 promise_limit=self._options.peer_timeout,
             )
         elif not anew:
@@ -487,22 +511,6 @@ class VotingMember:
             if request.generation.id == self._generation.id:
                 self._begin_vote()
             self._acceptors.announce(request)
-
-    def _take_answer(self, answer: Answer) -> None:
-        with self._guarded():
-            self._answered(answer)
-
-    def _answered(self, answer: Answer) -> None:
-        if isinstance(answer, Decided):
-            self._learn(answer)
-        elif self._vote is not None:
-            self._vote.receive(answer)
-
-    def _decide(self, value: Generation) -> None:
-        """Report an outcome, which a ballot of this member decided, to all."""
-        message = Decided(generation=self._generation.id, value=value)
-        self._acceptors.report(message, self._generation)
-        self._learn(message)
 
     def _learn(self, message: Decided) -> None:
         """Continue with the outcome of a vote."""
@@ -573,22 +581,3 @@ class VotingMember:
                     was_stopped=self._watch.was_stopped,
                 )
             )
-
-
-class _Guard:
-    """Guard of the line's thread: an error ends the wait of the training thread."""
-
-    def __init__(self, fail: Callable[[CommError], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if isinstance(error, CommError):
-            self._fail(error)
-        elif isinstance(error, Exception):
-            failed = OutsideWorld(f"The membership failed: {type(error).__name__}: {error}.")
-            failed.remedy = "Start the same command again."
-            self._fail(failed)
-        return isinstance(error, Exception)

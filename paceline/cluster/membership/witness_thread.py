@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from paceline.cluster.membership.voting.messages import Answer, Request
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord, answer
@@ -18,17 +18,24 @@ _ALIVE_S = 120.0  # between renewals of the record's time to live
 _WAITING = 4  # requests that wait for their answer; older ones are dropped
 
 
+class WitnessClient(Protocol):
+    """Protocol of what gets the witness's answers."""
+
+    def post_answer(self, answer: Answer) -> None:
+        """Take an answer, in the witness's thread."""
+
+
 class WitnessThread:
     """Thread that asks the witness.
 
     Args:
         witness: the witness.
-        answered: called in the thread with each answer.
+        client: gets the answers.
     """
 
-    def __init__(self, witness: Witness, answered: Callable[[Answer], None]) -> None:
+    def __init__(self, witness: Witness, client: WitnessClient) -> None:
         self._witness = witness
-        self._answered = answered
+        self._client = client
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
         self._thread.start()
@@ -57,7 +64,7 @@ class WitnessThread:
             with suppress(WitnessUnreachable):
                 reply = self._witness.answer(partial(_reply, request))
                 if reply is not None:
-                    self._answered(reply)
+                    self._client.post_answer(reply)
 
 
 def _reply(request: Request, text: str) -> tuple[str, Answer | None]:

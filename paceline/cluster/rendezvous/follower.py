@@ -7,7 +7,6 @@ run's next start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from paceline.cluster.rendezvous.registered_machine import (
 )
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.start_events import StartEvents
 from paceline.cluster.stores.failure_report import FailureReport, post
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, first_line, open_store, peek
 from paceline.errors import CommError, ConfigError
@@ -38,8 +38,7 @@ def follow(
     plan: RunPlan,
     registration: Registration,
     deadline: Deadline,
-    on_failure: Callable[[FailureReport], None],
-    report_store_loss: Callable[[str], None],
+    events: StartEvents,
 ) -> tuple[RegisteredMachine, RegisteredWorld]:
     """Register this machine in the run's live start.
 
@@ -47,8 +46,7 @@ def follow(
         plan: this machine's part.
         registration: its entry.
         deadline: the limit.
-        on_failure: see `RegisteredMachine`.
-        report_store_loss: see `RegisteredMachine`.
+        events: see `RegisteredMachine`.
 
     Returns:
         the registered machine, and the complete world with it.
@@ -63,14 +61,7 @@ def follow(
 
     def register(live: _Live) -> RegisteredMachine:
         start_id = live.record.generation
-        return RegisteredMachine(
-            plan,
-            rendezvous,
-            start_id,
-            registration,
-            on_failure=on_failure,
-            report_store_loss=report_store_loss,
-        )
+        return RegisteredMachine(plan, rendezvous, start_id, registration, events)
 
     if not rendezvous.served_by_run:  # machine 0 serves that one, and may be yet to start
         open_store(rendezvous, STORE_LIMIT)

@@ -12,7 +12,7 @@ process only once, and the others may be looking there already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from paceline.cluster.environment import read_secret
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.mpi_address import broadcast_address
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.machine_rendezvous import UNPROTECTED_STORE_WARNING, serve
 from paceline.cluster.rendezvous.reachability import own_addresses
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
@@ -36,7 +37,6 @@ def open_rendezvous(
     flags: StoreSpec | None,
     interface_names: Sequence[str],
     timeout: float,
-    report: Callable[[str], None],
 ) -> _Opened:
     """Return where the rendezvous is; rank 0 serves the TCP store if the launcher doesn't.
 
@@ -45,7 +45,6 @@ def open_rendezvous(
         flags: the store that flags name, if they name one.
         interface_names: the network interfaces to use; none: all.
         timeout: seconds to wait for the others of mpirun's processes.
-        report: receives a line if any process that reaches rank 0's store can join.
 
     Returns:
         the store's server, where this process serves it, and the job's space in the store.
@@ -56,7 +55,7 @@ def open_rendezvous(
     """
     if not launched.master and flags is None:
         if "" not in _OPENED:
-            _OPENED[""] = _open_by_mpi(launched, interface_names, timeout, report)
+            _OPENED[""] = _open_by_mpi(launched, interface_names, timeout)
         return _OPENED[""]
     space = run_space(launched.launch_id)
     if flags is None or launched.launcher_serves_store:
@@ -68,7 +67,7 @@ def open_rendezvous(
         return None, rendezvous
     if rendezvous.address not in _OPENED:
         port_source = "MASTER_PORT" if flags is None else "--master"
-        served = serve(rendezvous, tuple(interface_names), report, port_source)
+        served = serve(rendezvous, tuple(interface_names), port_source)
         _OPENED[rendezvous.address] = served
     return _OPENED[rendezvous.address]
 
@@ -77,7 +76,6 @@ def _open_by_mpi(
     launched: LaunchedProcess,
     interface_names: Sequence[str],
     timeout: float,
-    report: Callable[[str], None],
 ) -> _Opened:
     addresses = own_addresses(interface_names, other_machines=not launched.one_machine)
     secret = read_secret()
@@ -89,7 +87,7 @@ def _open_by_mpi(
         server = serve_tcp(address, 0, STORE_LIMIT)
         port = server.port
         if not launched.one_machine and not secret:
-            report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", port))
+            print_message(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", port))
     addresses, port = broadcast_address(launched, addresses, port, timeout)
     address = f"{_answering(addresses, port)}:{port}"
     return server, StoreSpec(kind="tcp", address=address, space=run_space("mpirun"), secret=secret)

@@ -13,8 +13,6 @@ A machine alone goes the same way, with a store of its own on 127.0.0.1.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
@@ -23,7 +21,8 @@ from torch.distributed import DistError
 
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.print_message import print_message
+from paceline.cluster.rendezvous.deadline import Deadline, PrintedWaits
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.rendezvous.leader import complete_world, take_over
@@ -44,7 +43,7 @@ from paceline.cluster.rendezvous.registration import (
     RunRecord,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.failure_report import FailureReport
+from paceline.cluster.rendezvous.start_events import StartEvents
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
@@ -58,23 +57,13 @@ from paceline.comm.addresses import host_and_port, interfaces, is_loopback, loop
 from paceline.errors import CommError
 
 
-def open_run(
-    plan: RunPlan,
-    *,
-    report: Callable[[str], None],
-    on_failure: Callable[[FailureReport], None],
-    report_store_loss: Callable[[str], None],
-    pause: Callable[[float], None] = time.sleep,
-) -> FormedRun:
+def open_run(plan: RunPlan, events: StartEvents) -> FormedRun:
     """Form a run with the other machines.
 
     Args:
         plan: this machine's part.
-        report: receives lines about what the start waits for.
-        on_failure: receives, from another thread, the failure that a machine gives for the
-            run's end.
-        report_store_loss: receives, from another thread, a line if the store is lost.
-        pause: sleeps; may raise to end the wait.
+        events: receives what a machine gives as the reason for the run's end, and a note if the
+            store is lost; may end a wait.
 
     Raises:
         ConfigError: the run is alive already, the machine's number is taken, the numbers of
@@ -86,29 +75,20 @@ def open_run(
         f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the same "
         "rendezvous, or give a longer --first_iter_timeout"
     )
-    deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
+    deadline = Deadline(plan.first_iter_timeout, remedy, waits=PrintedWaits(), events=events)
     with ExitStack() as undo:
         listener = undo.enter_context(closing(ProbeListener()))
         registration = registration_of(plan, listener)
         server: TCPStore | None = None
         try:
             if plan.machine == 0:
-                server, rendezvous = serve_if_needed(plan, report)
+                server, rendezvous = serve_if_needed(plan)
                 start_id = take_over(plan, rendezvous, registration, deadline)
-                registered = RegisteredMachine(
-                    plan,
-                    rendezvous,
-                    start_id,
-                    registration,
-                    on_failure=on_failure,
-                    report_store_loss=report_store_loss,
-                )
+                registered = RegisteredMachine(plan, rendezvous, start_id, registration, events)
                 undo.callback(registered.abandon)
                 world = complete_world(registered, deadline)
             else:
-                registered, world = follow(
-                    plan, registration, deadline, on_failure, report_store_loss
-                )
+                registered, world = follow(plan, registration, deadline, events)
                 undo.callback(registered.abandon)
             generation = _first_generation(registered, world, listener, deadline)
         except DistError as error:
@@ -132,9 +112,9 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    deadline = Deadline(limit, no_report, time.sleep, "")
+    deadline = Deadline(limit, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
-        server, rendezvous = serve_if_needed(plan, no_report)
+        server, rendezvous = serve_if_needed(plan, quiet=True)
         found = (
             None
             if server is not None
@@ -147,14 +127,7 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
                 return
         registration = registration_of(plan, listener)
         start_id = take_over(plan, rendezvous, registration, deadline)
-        registered = RegisteredMachine(
-            plan,
-            rendezvous,
-            start_id,
-            registration,
-            on_failure=no_report,
-            report_store_loss=no_report,
-        )
+        registered = RegisteredMachine(plan, rendezvous, start_id, registration)
         try:
             registered.store.set(FINISHED, "1")
             registered.store.set(registered.key("left"), "1")
@@ -175,14 +148,12 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
     )
 
 
-def serve_if_needed(
-    plan: RunPlan, report: Callable[[str], None]
-) -> tuple[TCPStore | None, StoreSpec]:
+def serve_if_needed(plan: RunPlan, *, quiet: bool = False) -> tuple[TCPStore | None, StoreSpec]:
     """Serve the TCP store if that is where the run's rendezvous is.
 
     Args:
         plan: machine 0's part.
-        report: receives a line if any process that reaches the store can join.
+        quiet: as of `serve`.
 
     Returns:
         the store's server, if there is one, and the way to the store from this machine.
@@ -195,22 +166,23 @@ def serve_if_needed(
         )
     if not rendezvous.served_by_run:
         return None, rendezvous
-    return serve(rendezvous, plan.interfaces, report)
+    return serve(rendezvous, plan.interfaces, quiet=quiet)
 
 
 def serve(
     rendezvous: StoreSpec,
     interface_names: tuple[str, ...],
-    report: Callable[[str], None],
     port_source: str = "--master",
+    *,
+    quiet: bool = False,
 ) -> tuple[TCPStore, StoreSpec]:
     """Serve a TCP store on the interface of its address.
 
     Args:
         rendezvous: the store, as an option or a launcher gives it.
         interface_names: the network interfaces to use; none: all.
-        report: receives a line if any process that reaches the store can join.
         port_source: the option or variable that names the port.
+        quiet: whether no warning is printed if any process that reaches the store can join.
 
     Returns:
         the store's server, and the way to the store from this machine.
@@ -222,8 +194,8 @@ def serve(
     address = listening_address(name, interfaces(), interface_names)
     server = serve_tcp(address, port, STORE_LIMIT, port_source)
     # No other machine reaches a loopback address, and a secret keeps out who does.
-    if not is_loopback(address) and not rendezvous.secret:
-        report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
+    if not quiet and not is_loopback(address) and not rendezvous.secret:
+        print_message(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
     return server, replace(rendezvous, address=host_and_port(address or loopback(), server.port))
 
 

@@ -94,6 +94,8 @@ def configuration_facts(config: TrainConfig) -> dict[str, str]:
         "shares": config.sync.shares,
         "average_through": config.average.average_through,
         "average_server": config.average.average_server,
+        "num_servers": config.sync.num_servers,
+        "parameter_servers": config.sync.parameter_servers,
     }
     options = config.identity() | besides
     return {f"--{name}": str(value) or "not given" for name, value in sorted(options.items())}

@@ -32,7 +32,7 @@ from paceline.comm.addresses import (
     loopback,
     resolve,
 )
-from paceline.comm.handshake import GreetingError, Identity, Reception, authenticate, secret_of
+from paceline.comm.handshake import GreetingError, Handshakes, Identity, authenticate, secret_of
 from paceline.errors import CommError, ConfigError
 
 _CONNECT_S = 3.0
@@ -137,10 +137,10 @@ class ProbeListener:
     def _run(self, me: Identity, expected: int) -> None:
         with (
             suppress(OSError),  # the listener is closed
-            closing(Reception(self._listener, me, lambda peer: True, expected)) as reception,
+            closing(Handshakes(self._listener, me, None, expected)) as handshakes,
         ):
             while True:
-                _, connection = reception.next()
+                _, connection = handshakes.next()
                 connection.close()
 
 

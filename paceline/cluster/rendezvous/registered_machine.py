@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +13,7 @@ from paceline.cluster.membership.leases.lease import ENDED
 from paceline.cluster.rendezvous.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.start_events import StartEvents
 from paceline.cluster.stores.failure_report import FAILURE, FailureReport
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
@@ -40,8 +40,8 @@ class RegisteredMachine:
         rendezvous: address of the run's rendezvous, as this machine reaches it.
         start_id: the start's id, which names its space in the store.
         registration: this machine's registration.
-        on_failure: called in the heartbeat's thread with the failure that ended the run.
-        report_store_loss: called in the heartbeat's thread with a line if the store is lost.
+        events: receives the failure that ended the run, and a note if the store is lost; None:
+            neither is of interest.
     """
 
     def __init__(
@@ -50,9 +50,7 @@ class RegisteredMachine:
         rendezvous: StoreSpec,
         start_id: str,
         registration: Registration,
-        *,
-        on_failure: Callable[[FailureReport], None],
-        report_store_loss: Callable[[str], None],
+        events: StartEvents | None = None,
     ) -> None:
         self.plan = plan
         self.registration = registration
@@ -64,14 +62,9 @@ class RegisteredMachine:
         # The heartbeat has connections of its own: a wait on one blocks its other users.
         self._lease_store = open_store(self.space, STORE_LIMIT)
         self._run_lease_store = open_store(rendezvous, STORE_LIMIT)
-        self._on_failure: Callable[[FailureReport], None] | None = on_failure
-        self._heartbeat = Heartbeat(
-            self._beat,
-            lambda error: report_store_loss(
-                f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
-                "machine can join it."
-            ),
-        )
+        self._events = events
+        self._failed = False  # and the failure is among the events
+        self._heartbeat = Heartbeat(self)
 
     @property
     def is_machine_0(self) -> bool:
@@ -114,6 +107,26 @@ class RegisteredMachine:
         """Return the key of this machine's entry `name`."""
         return f"{name}/{self.plan.machine}"
 
+    def beat(self, count: int) -> None:
+        """Renew the lease, and look whether the run has failed."""
+        self._lease_store.set(lease_key(self.registration), str(count))
+        if self.is_machine_0:
+            # Stores forget a key an hour after its last write, and `run` is written once.
+            self._run_lease_store.set("beat", str(count))
+        text = peek(self._lease_store, FAILURE)
+        # The first report is the run's; each later beat finds it again.
+        if text is not None and self._events is not None and not self._failed:
+            self._events.put(FailureReport.from_text(text))
+            self._failed = True
+
+    def beat_failed(self, error: Exception) -> None:
+        """Report that the store is lost."""
+        if self._events is not None:
+            self._events.put(
+                f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
+                "machine can join it."
+            )
+
     def _remove_run(self) -> None:
         """Remove this start, and the run's record if it is this start's."""
         if not self.rendezvous.served_by_run:  # else its entries end with the server
@@ -121,17 +134,6 @@ class RegisteredMachine:
 
     def _is_newest(self) -> bool:
         return _is_newest(self.run_store, self.start_id)
-
-    def _beat(self, count: int) -> None:
-        self._lease_store.set(lease_key(self.registration), str(count))
-        if self.is_machine_0:
-            # Stores forget a key an hour after its last write, and `run` is written once.
-            self._run_lease_store.set("beat", str(count))
-        text = peek(self._lease_store, FAILURE)
-        if text is not None and self._on_failure is not None:
-            self._on_failure(FailureReport.from_text(text))
-            # The first report is the run's; each later beat would find it again.
-            self._on_failure = None
 
 
 def deregister_orphaned(space: StoreSpec, machine: int) -> None:

@@ -43,9 +43,11 @@ Ranks write these into the space of a start, whatever started them; <g> is `Gene
     <g>/ended/<i>                                        rank i closed its world after so many steps
     <g>/last/<i>, .../posted                             its checksums then; how many have posted
 
-An averaging server (`server_registration.py`) and rank 0 write these, in the start's own space:
+Servers (`server_registration.py`) and rank 0 write these, in the start's own space:
 
-    server/registration          the registration of the server                 Registration
+    server/wanted                the role and the number of the servers         WantedServers
+    server/started               how many a supervisor started with the workers
+    server/registration/<k>      the registration of a server                   Registration
     lease/<id>                   its lease
     server/<id>/invitation       what rank 0 invites it to serve                Invitation
     server/<id>/answer           "serves", or why it refuses

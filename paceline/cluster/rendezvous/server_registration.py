@@ -1,15 +1,16 @@
-"""How an averaging server and the workers of a run find each other, through the run's store.
+"""How servers and the workers of a run find each other, through the run's store.
 
     server                                         rank 0
     find the run's newest start that is alive
-    register in its space                          wait for a registration whose lease advances
-    wait for an invitation              ◀──────    invite it: token, buckets, codec, model
-    answer: it serves, or why not       ──────▶    wait for the answer
+    wait until it asks for servers      ◀──────    ask for so many
+    register in its space               ──────▶    wait for registrations whose leases advance
+    wait for an invitation              ◀──────    invite each: token, buckets, codec, model
+    answer: it serves, or why not       ──────▶    wait for the answers
     read the workers' addresses         ◀──────    write them
     connect to all workers
 
-A start has one server. It may end before it is invited: then another one may take its place. When
-workers are lost, the server waits for the invitation of the next generation, and serves that.
+A server may end before it is invited: then another one may take its place. When workers are lost,
+the servers wait for the invitation of the next generation, and serve that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.membership.leases.heartbeat import Heartbeat
 from paceline.cluster.membership.leases.lease import ENDED
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.deadline import Deadline, PrintedWaits
 from paceline.cluster.rendezvous.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.rendezvous.process_rendezvous import START
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
@@ -40,26 +41,52 @@ from paceline.cluster.stores.waiting import await_keys
 from paceline.config.world import without_password
 from paceline.errors import CommError, CommTimeout, ConfigError
 
-_KEY = "server/registration"
+AVERAGING = "averaging server"
+PARAMETERS = "parameter server"
+"""Roles of servers: what they merge, or own."""
+
+_WANTED = "server/wanted"
+_STARTED = "server/started"
 _PAUSE_S = 0.05
 _LOOK_S = 0.25  # between two looks at the lease of a server that is to answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class InvitedBucket:
-    """Bucket that a server is to sum.
+class WantedServers(JsonRecord):
+    """Servers that a start asks for.
 
     Attributes:
-        numel: its number of values.
+        role: what they are, such as `AVERAGING`.
+        count: their number.
+    """
+
+    role: str
+    count: int
+
+    def name(self, slot: int) -> str:
+        """Return what messages call a server, by its place among all."""
+        return f"the {self.role}" if self.count == 1 else f"{self.role} {slot + 1} of {self.count}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvitedBucket:
+    """Bucket of which a server is to sum its shard.
+
+    Attributes:
+        lengths: the numbers of values of its parameters.
         dtype: of the values, such as "float32".
         encoded: whether the invitation's codec encodes contributions.
         suppresses_zeros: whether contributions may leave out blocks of zeros.
+        returns_parameters: whether updated parameters may return in place of sums.
+        rooms: number of versions that may be under way at once.
     """
 
-    numel: int
+    lengths: tuple[int, ...]
     dtype: str
     encoded: bool
     suppresses_zeros: bool
+    returns_parameters: bool
+    rooms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +94,16 @@ class Invitation(JsonRecord):
     """Invitation of a server by the workers of a run.
 
     Attributes:
+        role: what the server is to be, such as `AVERAGING`.
+        number: its place among all that serve.
+        servers: the names of these.
         version: of Paceline.
         token: with which processes authenticate each other.
         purpose: of the window.
         workers_per_machine: for each machine, its number of workers.
         names: of the workers, in rank order, for errors.
         buckets: what travels.
+        optimizer: the class that updates, for the server's output; "": none does.
         wire: name of the codec.
         connections: number of TCP connections to each worker.
         model: digest of the names and shapes of the model's parameters.
@@ -80,12 +111,16 @@ class Invitation(JsonRecord):
         timeout: seconds that the server waits for the next invitation after workers were lost.
     """
 
+    role: str
+    number: int
+    servers: tuple[str, ...]
     version: str
     token: str = field(repr=False)
     purpose: str
     workers_per_machine: tuple[int, ...]
     names: tuple[str, ...]
     buckets: tuple[InvitedBucket, ...]
+    optimizer: str
     wire: str
     connections: int
     model: str
@@ -93,10 +128,10 @@ class Invitation(JsonRecord):
     timeout: float
 
 
-def name_of(registration: Registration) -> str:
-    """Return what errors call a server."""
+def name_of(registration: Registration, role: str) -> str:
+    """Return what errors call a server of a role."""
     process = registration.process
-    return f"the averaging server on {process.host} (process {process.pid})"
+    return f"the {role} on {process.host} (process {process.pid})"
 
 
 class RegisteredServer:
@@ -111,28 +146,57 @@ class RegisteredServer:
         self._store = store
         self._registration = registration
         self._lease_store = store.clone()  # a wait on one blocks its other users
-        self._heartbeat = Heartbeat(self._beat, no_report)
+        self._heartbeat = Heartbeat(self)
+        self._slot = 0
         self._invited = False
+        self._rests = False
 
-    def register(self, run_id: str, deadline: Deadline) -> None:
-        """Become the start's server.
+    def register(
+        self, run_id: str, deadline: Deadline, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Become one of the start's servers; return whether the start came to ask for any.
+
+        Args:
+            run_id: the run's.
+            deadline: of all waits.
+            is_over: tells that the start is over.
 
         Raises:
-            ConfigError: it has one that is alive; names it.
-            DeadlinePassed: the other one's state isn't known in time.
+            ConfigError: it has all its servers, which are alive; names one.
+            DeadlinePassed: it asks for none, or another one's state isn't known in time.
         """
+        while (text := peek(self._store, _WANTED)) is None:
+            if is_over():
+                return False
+            deadline.check_and_pause(f"an invitation by the workers of run {run_id!r}")
+        wanted = WantedServers.from_text(text)
+        occupied = ""
+        for slot in range(wanted.count):
+            occupied = self._take(slot, wanted.role, deadline)
+            if not occupied:
+                self._slot = slot
+                return True
+        has = "a server" if wanted.count == 1 else f"{wanted.count} servers"
+        one = "one server" if wanted.count == 1 else f"{wanted.count} servers"
+        raise ConfigError(
+            f"Run {run_id!r} has {has} already, {occupied}: a run has {one}; stop that one to "
+            "replace it before the run begins."
+        )
+
+    def _take(self, slot: int, role: str, deadline: Deadline) -> str:
+        """Take a place; return the name of a server that has it, and how its life is known."""
         own = self._registration.to_text()
-        while (text := self._store.compare_set(_KEY, "", own)) != own.encode():
+        key = _key_of(slot)
+        while (text := self._store.compare_set(key, "", own)) != own.encode():
             other = Registration.from_text(text)
             watch = LeaseWatch(self._store, other, self._registration.process)
+            name = name_of(other, role)
             while (verdict := watch.verdict()).state == "unknown":
-                deadline.check_and_pause(f"a heartbeat of {name_of(other)}")
+                deadline.check_and_pause(f"a heartbeat of {name}")
             if verdict.state == "alive":
-                raise ConfigError(
-                    f"Run {run_id!r} has a server already, {name_of(other)} ({verdict.reason}): a "
-                    "run has one server; stop that one to replace it before the run begins."
-                )
-            self._store.compare_set(_KEY, text.decode(), own)
+                return f"{name} ({verdict.reason})"
+            self._store.compare_set(key, text.decode(), own)
+        return ""
 
     def invitation(self) -> Invitation | None:
         """Return the invitation, if it has come."""
@@ -140,10 +204,10 @@ class RegisteredServer:
         return None if text is None else Invitation.from_text(text)
 
     def following(self, invitation: Invitation) -> Invitation | None:
-        """Wait for the invitation by the workers' next generation, after workers were lost.
+        """Wait for the workers' next invitation: by their next generation, or to other parameters.
 
         Args:
-            invitation: of the present one.
+            invitation: the present one.
 
         Returns:
             the next one; None where the run has ended, or invites no server in time.
@@ -155,7 +219,7 @@ class RegisteredServer:
                 found = self.invitation()
                 if found is not None and found.purpose != invitation.purpose:
                     return found
-                if peek(self._store, FAILURE) is not None or peek(self._store, _KEY) is None:
+                if peek(self._store, FAILURE) is not None or self._removed:
                     return None
                 time.sleep(_PAUSE_S)
         return None
@@ -163,6 +227,9 @@ class RegisteredServer:
     def answer(self, invitation: Invitation, refusal: str = "") -> None:
         """Answer an invitation: with "", the server serves."""
         self._invited = True
+        if self._rests:
+            self._heartbeat = Heartbeat(self)
+            self._rests = False
         self._store.set(self._key(_answer_to(invitation.purpose)), refusal or "serves")
 
     def addresses(self, purpose: str, number: int, timeout: float) -> list[str]:
@@ -182,6 +249,15 @@ class RegisteredServer:
         texts: list[str] = json.loads(self._store.get(key))
         return texts
 
+    def rest(self) -> None:
+        """Don't renew the lease until the next answer: the run may end and remove it."""
+        self._heartbeat.close()
+        self._rests = True
+
+    @property
+    def _removed(self) -> bool:
+        return peek(self._store, _key_of(self._slot)) is None
+
     def close(self) -> None:
         """Give up the registration; before an answer, another server may then take its place."""
         self._heartbeat.close()
@@ -190,8 +266,12 @@ class RegisteredServer:
         with suppress(*STORE_ERRORS):
             self._lease_store.set(lease_key(self._registration), ENDED)
 
-    def _beat(self, count: int) -> None:
+    def beat(self, count: int) -> None:
+        """Renew the lease."""
         self._lease_store.set(lease_key(self._registration), str(count))
+
+    def beat_failed(self, error: Exception) -> None:
+        """Report nothing: the server's waits find that the store is lost."""
 
     def _key(self, name: str) -> str:
         return f"server/{self._registration.id}/{name}"
@@ -206,18 +286,18 @@ def open_start(store: Store) -> PolledStore:
     if isinstance(store, PolledStore):
         return store
     raise ConfigError(
-        "averaging through a server needs a run that a server can find, but this process was "
-        "started alone: start it with paceline launch or another launcher, one worker is enough."
+        "a server needs a run that it can find, but this process was started alone: start it "
+        "with paceline launch or another launcher, one worker is enough."
     )
 
 
 def meet_run(
     rendezvous: StoreSpec, registration: Registration, run_id: str, deadline: Deadline
 ) -> tuple[RegisteredServer, Invitation]:
-    """Register as the server of a run's newest start, and wait until it is invited.
+    """Register as a server of a run's newest start, and wait until it is invited.
 
     Raises:
-        ConfigError: the start has another server.
+        ConfigError: the start has all its servers.
         DeadlinePassed: no run came, or it invited no server.
     """
     while True:
@@ -229,8 +309,8 @@ def meet_run(
         store = open_start(open_store(space, STORE_LIMIT))
         registered = RegisteredServer(store, registration)
         try:
-            registered.register(run_id, deadline)
-            if invitation := await_invitation(registered, run_id, deadline, is_over):
+            asked = registered.register(run_id, deadline, is_over)
+            if asked and (invitation := await_invitation(registered, run_id, deadline, is_over)):
                 return registered, invitation
         except BaseException:
             registered.close()
@@ -274,7 +354,7 @@ def _newest_start(
     record = RunRecord.from_text(text)
     space = rendezvous.subspace(record.generation)
     leader = LeaseWatch(open_store(space, STORE_LIMIT), record.leader, own_process)
-    deadline = Deadline(2 * STORE_LIMIT.total_seconds(), no_report, time.sleep, "check machine 0")
+    deadline = Deadline(2 * STORE_LIMIT.total_seconds(), "check machine 0")
     while (state := leader.verdict().state) == "unknown":
         deadline.check_and_pause("a heartbeat of the run's machine 0")
     if state == "dead":
@@ -282,25 +362,48 @@ def _newest_start(
     return space, lambda: peek(store, "run") != text or leader.verdict().state == "dead"
 
 
-def await_server(
-    store: PolledStore, own_process: ProcessIdentity, limit: float, report: Callable[[str], None]
-) -> Registration:
-    """Wait for a server that is alive; rank 0 does.
+def announce_servers(store: Store, count: int) -> None:
+    """Let the workers of a start know how many servers were started with them."""
+    store.set(_STARTED, str(count))
+
+
+def started_servers(store: Store) -> int:
+    """Return how many servers were started with the workers of a start; 0: none."""
+    text = peek(store, _STARTED)
+    return 0 if text is None else int(text)
+
+
+def await_servers(
+    store: PolledStore, own_process: ProcessIdentity, wanted: WantedServers, limit: float
+) -> list[Registration]:
+    """Ask for servers, and wait until all are alive; print what is awaited; rank 0 calls it.
 
     Args:
         store: the start's.
         own_process: this process.
-        limit: seconds.
-        report: receives a line if there is none yet.
+        wanted: what the workers need.
+        limit: seconds to wait.
 
     Raises:
-        CommError: none came in time; says how to start one.
+        CommError: one didn't come in time; says how to start it.
     """
+    store.set(_WANTED, wanted.to_text())
     remedy = f"start it with {serve_command(store)}"
-    deadline = Deadline(limit, lambda line: report(f"{line}: {remedy}."), time.sleep, remedy)
+    deadline = Deadline(limit, remedy, waits=PrintedWaits(remedy))
+    if started_servers(store) >= wanted.count:  # with the workers, at the same time
+        deadline = Deadline(limit, "check its output")
+    return [
+        _await_server(store, own_process, slot, wanted.name(slot), deadline)
+        for slot in range(wanted.count)
+    ]
+
+
+def _await_server(
+    store: PolledStore, own_process: ProcessIdentity, slot: int, name: str, deadline: Deadline
+) -> Registration:
     watch: LeaseWatch | None = None
     while True:
-        text = peek(store, _KEY)
+        text = peek(store, _key_of(slot))
         if text is not None:
             registration = Registration.from_text(text)
             if watch is None or watch.registration != registration:
@@ -309,34 +412,54 @@ def await_server(
                 return registration
             deadline.pause()
         if text is None or watch is None or watch.verdict().state == "dead":
-            deadline.check_and_pause("the averaging server")
+            deadline.check_and_pause(name)
+
+
+def present(
+    store: PolledStore, registrations: Sequence[Registration], own_process: ProcessIdentity
+) -> list[int]:
+    """Return which servers are alive, or not known to have ended; rank 0 does."""
+    watches = [LeaseWatch(store, one, own_process) for one in registrations]
+    return [number for number, watch in enumerate(watches) if watch.verdict().state != "dead"]
 
 
 def invite(
+    store: PolledStore,
+    registrations: Sequence[Registration],
+    invitations: Sequence[Invitation],
+    own_process: ProcessIdentity,
+    limit: float,
+) -> None:
+    """Invite servers; rank 0 does.
+
+    Args:
+        store: the start's.
+        registrations: the servers'.
+        invitations: what each is to serve.
+        own_process: this process.
+        limit: seconds to wait for an answer.
+
+    Raises:
+        ConfigError: one refuses; says why.
+        CommError: one has ended, or didn't answer in time.
+        PeerLost: another process gave a reason for the run's end.
+    """
+    pairs = list(zip(registrations, invitations, strict=True))
+    for registration, invitation in pairs:
+        store.set(f"server/{registration.id}/invitation", invitation.to_text())
+    for registration, invitation in pairs:
+        _await_answer(store, registration, invitation, own_process, limit)
+
+
+def _await_answer(
     store: PolledStore,
     registration: Registration,
     invitation: Invitation,
     own_process: ProcessIdentity,
     limit: float,
 ) -> None:
-    """Invite a server; rank 0 does.
-
-    Args:
-        store: the start's.
-        registration: the server's.
-        invitation: what it is to serve.
-        own_process: this process.
-        limit: seconds to wait for the answer.
-
-    Raises:
-        ConfigError: it refuses; says why.
-        CommError: it has ended, or didn't answer in time.
-        PeerLost: another process gave a reason for the run's end.
-    """
-    prefix = f"server/{registration.id}"
-    name = name_of(registration)
-    answer = f"{prefix}/{_answer_to(invitation.purpose)}"
-    store.set(f"{prefix}/invitation", invitation.to_text())
+    name = invitation.servers[invitation.number]
+    answer = f"server/{registration.id}/{_answer_to(invitation.purpose)}"
     watch = LeaseWatch(store, registration, own_process)
     ends = time.monotonic() + limit
     while True:
@@ -366,6 +489,10 @@ def give_addresses(
 ) -> None:
     """Give a server what the workers have gathered for the `number`-th time; rank 0 does."""
     store.set(f"server/{registration.id}/{_shared(purpose, number)}", json.dumps(list(texts)))
+
+
+def _key_of(slot: int) -> str:
+    return f"server/registration/{slot}"
 
 
 def _answer_to(purpose: str) -> str:

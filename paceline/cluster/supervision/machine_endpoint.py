@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
@@ -31,6 +31,7 @@ from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, Prepare, Refused
 from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.stores.failure_report import FailureReport
+from paceline.cluster.supervision.event_queue import EventQueue
 from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommError
 
@@ -40,11 +41,11 @@ class MachineEndpoint:
 
     Args:
         run: the formed run, before its workers start.
-        end: called in another thread with the reason for which another process ends the run.
+        events: receives the reason for which another process ends the run.
     """
 
-    def __init__(self, run: FormedRun, end: Callable[[FailureReport], None]) -> None:
-        self._end = end
+    def __init__(self, run: FormedRun, events: EventQueue) -> None:
+        self._events = events
         self._changed = threading.Condition()  # over the generation and the names
         machine = run.registered.plan.machine
         self._generation: Generation = run.generation.with_token_of_join(0)
@@ -112,7 +113,7 @@ class MachineEndpoint:
         if kind == VOTE:
             self._vote(peer, body)
         elif kind == END:
-            self._end(FailureReport(text=body["text"], status=body["status"]))
+            self._events.put(FailureReport(text=body["text"], status=body["status"]))
 
     def opened(self, peer: str) -> None:
         """Do nothing: members connect by themselves."""

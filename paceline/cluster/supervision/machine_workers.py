@@ -10,7 +10,8 @@ The first report in the store is the run's, and every machine prints it.
 A worker with a survival mark may be lost: killed, or ended because it lost its peers. The others
 continue, the supervisor's endpoint reports the loss to them, and the run ends well if one of them
 does. An error of a worker's own ends the run, because another worker would meet it too. The workers
-don't continue without an averaging server: they save their state, and end by themselves. A worker
+don't continue without an averaging server: they save their state, and end by themselves. Without a
+parameter server they continue. Servers end with the run, or when no worker is left here. A worker
 that the others have expelled, and that doesn't end by itself, as a frozen one, is killed some
 seconds after the world has ended without it.
 
@@ -28,12 +29,15 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.cluster.membership.generation import Member, joins_key
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.formed_run import FormedRun, MarkFinished
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.server_registration import announce_servers
 from paceline.cluster.stores.failure_report import FailureReport, cause, post
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import EventQueue, Exited, Interrupted
+from paceline.cluster.supervision.server_command import ServerCommand
 from paceline.cluster.supervision.supervisor_file import SupervisorFile
 from paceline.cluster.supervision.worker_exit import SupervisorEndpoint, WorkerExit
 from paceline.cluster.supervision.worker_process import WorkerProcess
@@ -53,15 +57,15 @@ _LOOK_S = 1.0  # between two looks whether the world has ended without a worker
 _EXPELLED_S = 5.0  # that an expelled worker has to end by itself, once the world has ended
 _VOTE_S = 5.0  # within which the members of other machines continue without this one
 
-OpenEndpoint = Callable[[FormedRun, Callable[[FailureReport], None]], SupervisorEndpoint]
-"""Opens the supervisor's end of the connections to the members of a formed run. It is given what
-receives, from another thread, the reason for which another process ends the run."""
+OpenEndpoint = Callable[[FormedRun, EventQueue], SupervisorEndpoint]
+"""Opens the supervisor's end of the connections to the members of a formed run. The events receive
+the reason for which another process ends the run."""
 
 
 class MachineWorkers:
-    """Worker processes of one machine, from their start to their end; a server may be beside them.
+    """Worker processes of one machine, from their start to their end; servers may be beside them.
 
-    The server's local rank follows the workers'.
+    The servers' local ranks follow the workers'.
     """
 
     def __init__(
@@ -69,15 +73,16 @@ class MachineWorkers:
         plan: RunPlan,
         run: FormedRun,
         events: EventQueue,
-        report: Callable[[str], None],
-        report_failure: Callable[[FailureReport], None],
         open_endpoint: OpenEndpoint | None = None,
+        *,
+        servers: ServerCommand | None = None,
+        prints_failure: bool = True,
     ) -> None:
         self._plan = plan
         self._run = run
         self._events = events
-        self._report = report
-        self._report_failure = report_failure
+        self._servers = servers
+        self._prints_failure = prints_failure
         self._open_endpoint = open_endpoint
         self._endpoint: SupervisorEndpoint | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -85,7 +90,7 @@ class MachineWorkers:
 
         self._lost: dict[str, FailureReport] = {}
         """By their names at that time, how workers ended whose loss the others survive; and how
-        the server did."""
+        servers did."""
 
         self._world_ended_at: float | None = None  # without all workers that are left here
         self._expelled: set[int] = set()  # the local ranks of those that were killed for it
@@ -97,12 +102,12 @@ class MachineWorkers:
 
     def work(
         self,
-        commands: Sequence[Sequence[str]],
+        argv: Sequence[str],
         formed: Callable[[FormedRun], None],
         finish: MarkFinished | None,
     ) -> FailureReport | None:
         try:
-            failure = self._work(commands, formed, finish)
+            failure = self._work(argv, formed, finish)
             if failure is not None:
                 for worker in self._workers.values():
                     worker.announce_end()
@@ -119,8 +124,9 @@ class MachineWorkers:
                     failure = first or failure
                 self._signal(signal.SIGTERM)
                 ended = self._ended_within(_REPORT_S, hurry=True)
-                # A user looks at the last line for the reason.
-                self._report_failure(failure)  # the last line: workers reported what they saved
+                # A user looks at the last line for the reason: workers reported what they saved.
+                if self._prints_failure:
+                    print_message(failure.text)
                 if not ended:
                     self._end()
         finally:
@@ -132,14 +138,14 @@ class MachineWorkers:
 
     def _work(
         self,
-        commands: Sequence[Sequence[str]],
+        argv: Sequence[str],
         formed: Callable[[FormedRun], None],
         finish: MarkFinished | None,
     ) -> FailureReport | None:
         """Do all that ends well (None) or with a reason for the run's end."""
         try:
             formed(self._run)
-            failure = self._start(commands) or self._first_failure() or self._apart()
+            failure = self._start(argv) or self._first_failure() or self._apart()
             if failure is None and finish is not None:
                 self._run.finish(
                     finish,
@@ -156,25 +162,31 @@ class MachineWorkers:
                 failure = failure.by(self._machine())
         return failure
 
-    def _start(self, commands: Sequence[Sequence[str]]) -> FailureReport | None:
+    def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
             first = self._run.generation.leader.host
-            self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
+            print_message(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         if self._open_endpoint is not None:
-            self._endpoint = self._open_endpoint(self._run, self._events.put)
+            self._endpoint = self._open_endpoint(self._run, self._events)
             self._resources.callback(self._endpoint.close)
         # The endpoint is open before the first worker looks for its address.
-        for local_rank, argv in enumerate(commands):
+        commands = [argv] * self._plan.workers
+        if self._servers is not None:
+            announce_servers(self._run.registered.store, self._servers.count)
+            commands += [self._servers.argv] * self._servers.count
+        for local_rank, command in enumerate(commands):
             error_file, mark = (
                 self._resources.enter_context(closing(SupervisorFile(f"{name} {local_rank}")))
                 for name in ("error file", "survival mark")
             )
             worker = self._run.worker_environment(local_rank, error_file.path, mark.path)
+            if self._serves(local_rank):
+                worker = replace(worker, runs_command=False)
             try:
-                self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
+                self._workers[local_rank] = WorkerProcess(command, worker, self._events)
             except OSError as error:
                 sentence = (
-                    f"{argv[0]} can't be started: {error.strerror}; check that it is installed."
+                    f"{command[0]} can't be started: {error.strerror}; check that it is installed."
                 )
                 return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
@@ -202,7 +214,7 @@ class MachineWorkers:
         if not failures and not self._all_lost:
             if self._lost:
                 names = ", ".join(self._lost)
-                self._report(f"the run is finished; it continued without {names}.")
+                print_message(f"the run is finished; it continued without {names}.")
             return None
         self._isolated = not failures
         # Workers that fail and haven't ended yet may have left a report, too.
@@ -237,12 +249,12 @@ class MachineWorkers:
         )
         if plan.requires_join:
             return FailureReport(text=text, status=PacelineError.status)
-        self._report(text)
+        print_message(text)
         return None
 
     def _end_expelled(self, endpoint: SupervisorEndpoint) -> None:
         """Kill the workers that are left, some seconds after the world has ended without them."""
-        left = [rank for rank in self._workers if rank < self._plan.workers]
+        left = [rank for rank in self._workers if not self._serves(rank)]
         if not left or not all(endpoint.ended_without(self._member(rank).id) for rank in left):
             self._world_ended_at = None
             return
@@ -257,7 +269,7 @@ class MachineWorkers:
         """Take the next event; return the failure in it, if it is one."""
         event = self._events.get(timeout)
         if isinstance(event, str):
-            self._report(event)
+            print_message(event)
         elif isinstance(event, Exited):
             return self._exited(event)
         elif event is not None:
@@ -269,6 +281,10 @@ class MachineWorkers:
         local_rank = event.local_rank
         worker = self._workers.pop(local_rank)
         name = self._name(local_rank)
+        if all(map(self._serves, self._workers)):
+            self._signal(signal.SIGTERM)  # to servers that serve no other machine's workers
+            if self._serves(local_rank):
+                return None
         if event.returncode == 0:
             self._survivable |= worker.survives
             self._report_exit(local_rank, name, f"{name} ended with status 0.", failed=False)
@@ -280,26 +296,33 @@ class MachineWorkers:
             failure = FailureReport(text=text, status=1)
         # A signal to the process group of a worker is the user's wish, and no loss.
         stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
-        others = (one for rank, one in self._workers.items() if rank < self._plan.workers)
+        others = (one for rank, one in self._workers.items() if not self._serves(rank))
         begun = worker.survives or any(one.survives for one in others)
         if not begun or stopped or (own is not None and not own.consequence):
             return failure  # no loss to report: the others end, too
         self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
-        if local_rank == self._plan.workers:
-            self._report(f"{failure.text} The workers save their state, and the run ends.")
-        elif self._workers:
-            self._report(f"{failure.text} The other workers continue.")
+        if self._servers is not None and self._serves(local_rank):
+            workers = len(self._run.generation.members)
+            print_message(f"{failure.text} {self._servers.after_loss(workers)}")
+        elif not all(map(self._serves, self._workers)):
+            print_message(f"{failure.text} The other workers continue.")
         return None
 
     @property
     def _all_lost(self) -> bool:
-        """Whether all workers are lost; a server may still wait for others."""
-        return len(self._lost.keys() - {self._name(self._plan.workers)}) == self._plan.workers
+        """Whether all workers are lost; servers may still wait for others."""
+        count = 0 if self._servers is None else self._servers.count
+        servers = {self._name(self._plan.workers + number) for number in range(count)}
+        return len(self._lost.keys() - servers) == self._plan.workers
+
+    def _serves(self, local_rank: int) -> bool:
+        """Return whether a process is a server."""
+        return local_rank >= self._plan.workers
 
     def _report_exit(self, local_rank: int, name: str, text: str, *, failed: bool) -> None:
         if self._endpoint is not None:
-            member = self._member(local_rank).id if local_rank < self._plan.workers else ""
+            member = "" if self._serves(local_rank) else self._member(local_rank).id
             self._endpoint.exited(
                 WorkerExit(
                     local_rank=local_rank,
@@ -322,11 +345,11 @@ class MachineWorkers:
             if hung:
                 # A dead NFS server keeps a process for as long
                 # as it likes: nothing is gained by waiting.
-                self._report(f"{', '.join(hung)} can't be killed: a system call hangs.")
+                print_message(f"{', '.join(hung)} can't be killed: a system call hangs.")
                 return
             if time.monotonic() > deadline:
                 names = ", ".join(map(self._name, self._workers))
-                self._report(f"{names} did not end within {_REAP_S:g} s after SIGKILL.")
+                print_message(f"{names} did not end within {_REAP_S:g} s after SIGKILL.")
                 return
 
     def _ended_within(self, limit: float, *, hurry: bool) -> bool:
@@ -357,7 +380,7 @@ class MachineWorkers:
                 self._run.deregister(self._events.pause, self._plan.timeout, lost=lost)
             except STORE_ERRORS as error:
                 if not (served and 0 in lost):  # else the store is lost with machine 0
-                    self._report(f"the rendezvous couldn't be cleaned up: {error}")
+                    print_message(f"the rendezvous couldn't be cleaned up: {error}")
 
     def _machines_lost(self) -> frozenset[int]:
         """Return the machines without which the run continued."""
@@ -370,8 +393,8 @@ class MachineWorkers:
             worker.send(number)
 
     def _name(self, local_rank: int) -> str:
-        if local_rank == self._plan.workers:
-            return f"the averaging server on {self._machine()}"
+        if self._servers is not None and self._serves(local_rank):
+            return f"{self._servers.name(local_rank - self._plan.workers)} on {self._machine()}"
         generation = self._run.generation
         if self._endpoint is not None:
             return self._endpoint.name_of(self._member(local_rank).id)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.process_rendezvous import START, FormedWorld
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.failure_report import FAILURE, FailureReport, post
@@ -30,7 +31,6 @@ from paceline.cluster.stores.store_spec import (
     peek,
 )
 from paceline.cluster.stores.waiting import call_with_timeout
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.supervisor_file import SupervisorFileLock, write_supervisor_file
 from paceline.cluster.supervision.survival_mark import read_mark
 from paceline.cluster.supervision.worker import declare_closed, report_error

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.worker import report_stop
 
 # A step at a boundary of its own ends better, and most steps are shorter. The rest, up to five
@@ -27,14 +27,10 @@ _END_S = 3.5
 
 
 class StopSignals:
-    """Receiver of SIGTERM and SIGINT; use `with signals.received(rescue):` in the main thread.
+    """Receiver of SIGTERM and SIGINT; use `with signals.received(rescue):` in the main thread."""
 
-    Args:
-        report: called in another thread, with the signal that was received.
-    """
-
-    def __init__(self, report: Callable[[signal.Signals], None] = lambda number: None) -> None:
-        self._reports = [report]
+    def __init__(self) -> None:
+        self._reports: list[Callable[[signal.Signals], None]] = []
         self._asked = False  # by another process of the run
         self._receiving = False
         self._number = 0
@@ -46,7 +42,7 @@ class StopSignals:
         return 128 + self._number if self._number else 0
 
     def when_received(self, report: Callable[[signal.Signals], None]) -> None:
-        """Call a further function with the signal, in another thread."""
+        """Call a function with the signal that is received, in another thread."""
         self._reports.append(report)
 
     def stop(self, supervised: bool) -> None:

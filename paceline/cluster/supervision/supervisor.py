@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from paceline.cluster.membership.generation_waits import OutsideWorld
+from paceline.cluster.print_message import print_message
 from paceline.cluster.rendezvous.formed_run import FormedRun, MarkFinished
 from paceline.cluster.rendezvous.machine_rendezvous import open_run
 from paceline.cluster.rendezvous.registered_machine import Finished
@@ -24,18 +24,11 @@ from paceline.cluster.supervision.machine_workers import (
     OpenEndpoint,
     reason_of,
 )
-from paceline.errors import Diverged, Message, PacelineError, many
+from paceline.cluster.supervision.server_command import ServerCommand
+from paceline.errors import Diverged, PacelineError, many
 
 RESUMES = "the same command resumes it"
 """What resumes a run, a clause."""
-
-
-def print_message(text: str | Message) -> None:
-    """Print a line for the user, on standard error, if there is one."""
-    with suppress(OSError):
-        erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
-        line = f"{erase}paceline: {text}\n"  # in one write, also where streams are unbuffered
-        print(line, end="", file=sys.stderr, flush=True)
 
 
 def finished_sentence(run_id: str) -> str:
@@ -90,10 +83,9 @@ def supervise(
     plan: RunPlan,
     argv: Sequence[str],
     *,
-    report: Callable[[str], None] = print_message,
     formed: Callable[[FormedRun], None] = lambda run: None,
     finish: MarkFinished | None = None,
-    server: Sequence[str] = (),
+    servers: ServerCommand | None = None,
     open_endpoint: OpenEndpoint | None = None,
 ) -> int:
     """Run this machine's workers to their end; errors are reported, not raised. Main thread only.
@@ -101,12 +93,11 @@ def supervise(
     Args:
         plan: this machine's part of the run.
         argv: the command of a worker; its rank is in its environment.
-        report: receives lines for the user.
         formed: called with the run once all machines are there, before a worker starts; a
             `PacelineError` of it ends the run on all machines.
         finish: writes down that the run is finished; called once that is certain. None: no mark
             is needed.
-        server: the command of an averaging server beside the workers; none: there is none.
+        servers: the servers beside the workers; None: there are none.
         open_endpoint: opens the supervisor's end of the connections to the members, before a worker
             starts; None: no worker survives the loss of another.
 
@@ -118,11 +109,9 @@ def supervise(
             plan,
             argv,
             events,
-            report=report,
-            report_failure=lambda failure: report(failure.text),
             formed=formed,
             finish=finish,
-            server=server,
+            servers=servers,
             open_endpoint=open_endpoint,
         )
     return 0 if failure is None else failure.status
@@ -133,11 +122,10 @@ def run_workers(
     argv: Sequence[str],
     events: EventQueue,
     *,
-    report: Callable[[str], None] = print_message,
-    report_failure: Callable[[FailureReport], None] = lambda failure: None,
+    prints_failure: bool = True,
     formed: Callable[[FormedRun], None] = lambda run: None,
     finish: MarkFinished | None = None,
-    server: Sequence[str] = (),
+    servers: ServerCommand | None = None,
     open_endpoint: OpenEndpoint | None = None,
 ) -> FailureReport | None:
     """Run this machine's workers to their end; return why they didn't end well, or None.
@@ -146,21 +134,14 @@ def run_workers(
         plan: this machine's part of the run.
         argv: the command of a worker.
         events: receives signals, which end the run.
-        report: receives lines for the user.
-        report_failure: called with the failure, once the workers have ended or take long to.
+        prints_failure: whether the failure is printed, once the workers have ended or take long to.
         formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
-        server: the command of an averaging server; none: there is none.
+        servers: the servers beside the workers; None: there are none.
         open_endpoint: opens the supervisor's end of the connections to the members.
     """
     try:
-        run = open_run(
-            plan,
-            report=report,
-            on_failure=events.put,
-            report_store_loss=events.put,
-            pause=events.pause,
-        )
+        run = open_run(plan, events)
     except Interrupted as end:
         failure = reason_of(end.event, f"machine {plan.machine}")
     except PacelineError as error:
@@ -168,10 +149,12 @@ def run_workers(
     except Finished:
         failure = _finish_late(plan, finish)
     else:
-        commands = [argv] * plan.workers + [server] * bool(server)
-        workers = MachineWorkers(plan, run, events, report, report_failure, open_endpoint)
-        return workers.work(commands, formed, finish)
-    report_failure(failure)
+        workers = MachineWorkers(
+            plan, run, events, open_endpoint, servers=servers, prints_failure=prints_failure
+        )
+        return workers.work(argv, formed, finish)
+    if prints_failure:
+        print_message(failure.text)
     return failure
 
 

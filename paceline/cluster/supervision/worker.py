@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
 from paceline.cluster.membership.generation import Generation, Group, joins_key
+from paceline.cluster.print_message import print_message
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
@@ -33,7 +34,6 @@ from paceline.cluster.supervision.parent_death_watchdog import (
     continue_at_end_of_parent,
     watch_parent,
 )
-from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.supervisor_file import (
     SupervisorFileLock,
     is_open,

@@ -14,7 +14,7 @@ class WorkerExit:
 
     Attributes:
         local_rank: the worker's, in the start's first generation.
-        member: the worker's member id; "" for an averaging server.
+        member: the worker's member id; "" for a server.
         name: what messages call the worker.
         text: how it ended, a sentence that begins with the name.
         failed: whether it didn't end well.

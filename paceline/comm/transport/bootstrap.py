@@ -14,13 +14,43 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-from paceline.comm.handshake import DialError, GreetingError, Identity, Reception, secret_of
+from paceline.comm.handshake import DialError, GreetingError, Handshakes, Identity, secret_of
 from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 _LEAST_S = 0.1  # for a connection, even when the others have used up the limit
+
+
+class Addresses(Protocol):
+    """Protocol of what gives each rank the addresses of the others."""
+
+    def publish(self, purpose: str, rank: int, where: str) -> None:
+        """Publish this rank's address for a purpose; collective, where ranks gather them."""
+
+    def find(self, purpose: str, rank: int) -> str:
+        """Return the address of another rank for a purpose, once it is published."""
+
+
+@dataclass(frozen=True)
+class StoredAddresses:
+    """Addresses that ranks publish in a store.
+
+    Attributes:
+        store: the store; no earlier generation used it.
+    """
+
+    store: Store
+
+    def publish(self, purpose: str, rank: int, where: str) -> None:
+        """Publish this rank's address."""
+        self.store.set(f"{purpose}/{rank}", where)
+
+    def find(self, purpose: str, rank: int) -> str:
+        """Return another rank's address, once it is there; within the store's timeout."""
+        return self.store.get(f"{purpose}/{rank}").decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +58,7 @@ class Bootstrap:
     """Bootstrap parameters of a full mesh: rank, world size, addresses, token and timeout.
 
     Attributes:
-        store: the store in which ranks publish their addresses; no earlier generation used it.
-        share: all-gather of one string per rank, used instead of `store`.
+        addresses: gives each rank the addresses of the others.
         rank: this rank.
         world_size: the number of ranks.
         token: the generation's token; a peer without it is unauthenticated.
@@ -39,8 +68,7 @@ class Bootstrap:
         only: the ranks that take part; by default, all.
     """
 
-    store: Store | None = None
-    share: Callable[[str], Sequence[str]] | None = None
+    addresses: Addresses
     rank: int
     world_size: int
     token: str
@@ -52,15 +80,6 @@ class Bootstrap:
     def ranks(self) -> Sequence[int]:
         """The ranks that take part, in order."""
         return self.only or range(self.world_size)
-
-    def publish(self, where: str) -> Callable[[int], str]:
-        """Publish this rank's address; return the look-up of another's."""
-        if self.share is not None:
-            return self.share(where).__getitem__
-        store = self.store
-        assert store is not None
-        store.set(f"{self.purpose}/{self.rank}", where)
-        return lambda peer: store.get(f"{self.purpose}/{peer}").decode()
 
     @property
     def identity(self) -> Identity:
@@ -93,26 +112,25 @@ def connect_all(
     deadline = time.monotonic() + bootstrap.limit
     missing = {str(rank): rank for rank in bootstrap.ranks if rank != bootstrap.rank}
     addresses: dict[int, str] = {}  # of the ranks below
+    # The ranks above, until they have connected.
+    dialers = {name for name, rank in missing.items() if rank > bootstrap.rank}
     ends: list[socket.socket | None] = [None] * bootstrap.world_size
-
-    def expects(name: str) -> bool:
-        return missing.get(name, -1) > bootstrap.rank
-
     try:
-        with closing(Reception(server, bootstrap.identity, expects, len(missing))) as reception:
-            address_of = bootstrap.publish(where)
+        with closing(Handshakes(server, bootstrap.identity, dialers, len(missing))) as handshakes:
+            bootstrap.addresses.publish(bootstrap.purpose, bootstrap.rank, where)
             for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
-                addresses[peer] = address_of(peer)
-                _dial(bootstrap, reception, peer, addresses[peer], call, deadline)
+                addresses[peer] = bootstrap.addresses.find(bootstrap.purpose, peer)
+                _dial(bootstrap, handshakes, peer, addresses[peer], call, deadline)
             latest = max(deadline, time.monotonic() + _LEAST_S)
             while missing:
                 try:
-                    name, end = reception.next(latest)
+                    name, end = handshakes.next(latest)
                 except TimeoutError as error:
                     raise _missing(bootstrap, list(missing.values())) from error
                 except DialError as error:
                     peer = missing[error.peer]
                     raise _unreached(bootstrap, peer, addresses[peer], error.reason) from error
+                dialers.discard(name)
                 ends[missing.pop(name)] = end
     except BaseException:
         for opened in filter(None, ends):
@@ -123,7 +141,7 @@ def connect_all(
 
 def _dial(
     bootstrap: Bootstrap,
-    reception: Reception,
+    handshakes: Handshakes,
     peer: int,
     where: str,
     call: Callable[[str, float], socket.socket],
@@ -131,7 +149,7 @@ def _dial(
 ) -> None:
     try:
         end = call(where, max(_LEAST_S, deadline - time.monotonic()))
-        reception.dial(end, str(peer))
+        handshakes.dial(end, str(peer))
     except OSError as error:
         raise _unreached(bootstrap, peer, where, error) from error
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +66,26 @@ class Database(Protocol):
         """Release the database."""
 
 
+class FoundDatabase(Protocol):
+    """Protocol of a database that was found and can be opened, also by a pickled source."""
+
+    @property
+    def path(self) -> Path:
+        """The database's folder, which also holds its index and label names; a minidb's file."""
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Folder of the index if the database's folder can't be written, or None."""
+
+    def open(self) -> Database:
+        """Open the database.
+
+        Raises:
+            ConfigError: it can't be opened.
+            DataError: it is damaged.
+        """
+
+
 class IndexedSource:
     """Source over a database with an index; it owns the database and closes it.
 
@@ -75,10 +94,7 @@ class IndexedSource:
     another one's records would be mixed with those that were read before.
 
     Args:
-        opening: opens the database, which is closed even if the constructor fails.
-        folder: the database's folder, which also holds its index and label names. For a minidb, it
-            may be the path of the file.
-        cache_dir: folder of the index if the database's folder can't be written, or None.
+        found: the database. It is closed even if the constructor fails.
 
     Attributes:
         labels: int64 of shape (records,), the records' labels; None if the index doesn't hold them.
@@ -92,22 +108,20 @@ class IndexedSource:
         DataError: the database is damaged or empty, or its records are of no known format.
     """
 
-    def __init__(
-        self, opening: Callable[[], Database], folder: Path, cache_dir: Path | None
-    ) -> None:
-        self._opening = opening
-        self._identity = identity(folder)
-        self._open: Database | None = opening()
-        self._folder = folder
+    def __init__(self, found: FoundDatabase) -> None:
+        self._found = found
+        self._folder = found.path
+        self._identity = identity(self._folder)
+        self._open: Database | None = found.open()
         self.index_note: str | None = None
         try:
-            saved = load_index(folder, cache_dir=cache_dir)
+            saved = load_index(self._folder, cache_dir=found.cache_dir)
             if saved is not None:
                 self._index = saved
             if saved is None or not all(map(self._agrees, self._sample())):
-                self._make_index(cache_dir)
+                self._make_index()
             self.labels = self._index.labels
-            self.label_names = read_label_names(folder) or self._index.label_names
+            self.label_names = read_label_names(self._folder) or self._index.label_names
             self.format = self._index.format or self._common_format()
             self.fingerprint = self._digest()
         except BaseException:
@@ -160,7 +174,7 @@ class IndexedSource:
         """
         again = "put it back, and start the same command again to resume."
         try:
-            database = self._opening()
+            database = self._found.open()
             found = identity(self._folder)
         except (OSError, PacelineError) as error:
             raise SourceLost(f"{self._folder} can't be opened again ({error}): {again}") from error
@@ -184,7 +198,7 @@ class IndexedSource:
         known_label = record.label if self._index.labels is None else self._index.labels[i]
         return self._index.format in (None, found) and record.label == known_label
 
-    def _make_index(self, cache_dir: Path | None) -> None:
+    def _make_index(self) -> None:
         """List the keys, and save them for the next open."""
         self._index = self._database.listing()
         if not self._index.keys:
@@ -194,7 +208,7 @@ class IndexedSource:
             label_names=read_label_names(self._folder),
             format=self._common_format(),
         )
-        self.index_note = save_index(self._folder, self._index, cache_dir=cache_dir)
+        self.index_note = save_index(self._folder, self._index, cache_dir=self._found.cache_dir)
 
     def _common_format(self) -> RecordFormat:
         """Find the format that most of the sampled records have."""

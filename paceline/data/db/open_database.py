@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.db import DbType
@@ -47,8 +47,16 @@ def open_database(
         raise ConfigError(
             f"{path}: the database type is {found}, not {kind}; give --db_type {found}."
         )
-    return IndexedSource(partial(_open, found, path, cache_dir), path, cache_dir)
+    return IndexedSource(_Database(found, path, cache_dir))
 
 
-def _open(kind: DbType, path: Path, cache_dir: Path | None) -> Database:
-    return DATABASES[kind](path, cache_dir)
+@dataclass(frozen=True)
+class _Database:
+    """Database that was found, of a known kind."""
+
+    kind: DbType
+    path: Path
+    cache_dir: Path | None
+
+    def open(self) -> Database:
+        return DATABASES[self.kind](self.path, self.cache_dir)

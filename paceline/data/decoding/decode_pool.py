@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.order import Indices
 from paceline.errors import DataError, many
+from paceline.recorder import NullRecorder, Recorder
 
 _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own cost
 _CHUNKS = 512  # of a room, at most
@@ -91,7 +92,8 @@ class DecodePool:
         device: where images are decoded; on a GPU, the processes only read them.
         thread: whether a thread of this process decodes beside decode processes.
         alone: the option with which the process of the pool decodes by itself, for messages.
-        note: called with sentences for the user.
+        recorder: receives notes for the user.
+        process: what the notes call this process, such as "Rank 3".
         stopped_after: seconds that one sample may take without processor time, while others are
             finished.
     """
@@ -105,7 +107,8 @@ class DecodePool:
         device: DecodeDevice | None = None,
         thread: bool = False,
         alone: str = "--decode_workers 0",
-        note: Callable[[str], object] = lambda text: None,
+        recorder: Recorder | None = None,
+        process: str = "",
         stopped_after: float = _STOPPED_S,
     ) -> None:
         self.workers = workers or 0
@@ -115,7 +118,8 @@ class DecodePool:
         self._with_thread = thread or not workers
         self._count = WorkerCount(limit) if workers is None else None
         self._before = NOTHING_MADE  # the present epoch
-        self._note = note
+        self._recorder = recorder or NullRecorder()
+        self._process_name = process
         self._stopped_after = stopped_after
         self._cuda = cuda
         self._makers: list[Maker] = []
@@ -374,6 +378,10 @@ class DecodePool:
         known = f" (pid {ended.process})" if ended.process else ""
         self._note(f"Decode process {ended.worker}{known} {ended}; {again}.")
         self._start_process(server, ended.worker)
+
+    def _note(self, text: str) -> None:
+        process = f"{self._process_name}: " if self._process_name else ""
+        self._recorder.event("note", text=f"{process}{text}")
 
     def _count_death(self, maker: int, record: int, ended: Ended) -> None:
         """Count the death of a process that decoded a record.

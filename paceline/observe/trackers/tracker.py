@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from paceline.cluster.print_message import print_message
 from paceline.errors import PacelineError
 from paceline.recorder import NullRecorder
 
@@ -95,7 +96,6 @@ class Tracker(NullRecorder):
     Args:
         name: the tracker's name, for messages.
         open_writer: called in the thread, without arguments.
-        report: prints a message; called in the thread, and by `close`.
         clock: returns seconds since an arbitrary origin.
         end_s: limit of `close` in seconds, if the run came to its end.
     """
@@ -105,13 +105,11 @@ class Tracker(NullRecorder):
         name: str,
         open_writer: Callable[[], Writer],
         *,
-        report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         end_s: float = END_S,
     ) -> None:
         self._name = name
         self._open = open_writer
-        self._report = report
         self._clock = clock
         self._end_s = end_s
         self._step = 0  # the last one
@@ -153,7 +151,7 @@ class Tracker(NullRecorder):
         limit = self._end_s if self._complete else _STOPPED_S
         self._thread.join(limit)
         if self._thread.is_alive():
-            self._report(f"the last values for {self._name} weren't all sent within {limit:g} s.")
+            print_message(f"the last values for {self._name} weren't all sent within {limit:g} s.")
 
     def _queue_step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
@@ -180,12 +178,12 @@ class Tracker(NullRecorder):
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            self._report(f"{self._name} failed, and the run continues without it: {reason}.")
+            print_message(f"{self._name} failed, and the run continues without it: {reason}.")
 
     def _run(self) -> None:
         try:
             writer = self._open()
-            self._report(f"{self._name} shows this run in {writer.place}.")
+            print_message(f"{self._name} shows this run in {writer.place}.")
             while self._write(writer):
                 self._closing.wait(_INTERVAL_S)
             writer.close(complete=self._complete)

@@ -58,7 +58,6 @@ def open_trackers(
     names: Iterable[str],
     folder: Path,
     parameters: Mapping[str, object],
-    report: Callable[[str], None],
 ) -> list[Tracker]:
     """Open trackers of a run.
 
@@ -66,9 +65,5 @@ def open_trackers(
         names: which ones.
         folder: the run's, which exists.
         parameters: the run's configuration, without passwords.
-        report: prints a message.
     """
-    return [
-        Tracker(name, partial(TRACKERS[name](), folder, parameters), report=report)
-        for name in names
-    ]
+    return [Tracker(name, partial(TRACKERS[name](), folder, parameters)) for name in names]

@@ -41,7 +41,7 @@ class RankLayout:
         group_ranks: the ranks of this rank's group.
         group_peers: the other ranks of this rank's group.
         leader: the first rank of this rank's group; its window holds the sums.
-        leaders: for each group, its first rank.
+        leaders: for each group that contributes, its first rank.
         flags_sender: the rank that sends the summed flags to all leaders: the first leader, or the
             first server.
         local_shard: index of the local shard that this rank owns; None if its group has more ranks
@@ -56,7 +56,7 @@ class RankLayout:
             included; none where no other group contributes.
         servers: the servers' names, for errors, by their ranks.
         workers: all other ranks that contribute.
-        peers: all other ranks.
+        peers: all other ranks; on a server, the workers alone.
     """
 
     def __init__(self, layout: Layout, window: Window) -> None:
@@ -67,7 +67,7 @@ class RankLayout:
         self.group_ranks = topology.groups[self.group]
         self.group_peers = [peer for peer in self.group_ranks if peer != self.rank]
         self.leader = self.group_ranks[0]
-        self.leaders = tuple(group[0] for group in topology.groups)
+        self.leaders = tuple(topology.groups[number][0] for number in topology.contributing)
         local = self.group_ranks.index(self.rank)
         self.local_shard = local if local < topology.local_shards else None
         self.owners = self.group_ranks[: topology.local_shards]
@@ -84,7 +84,9 @@ class RankLayout:
         self.flags_sender = topology.owners[0]
         self.servers = dict(zip(topology.owners, topology.servers, strict=False))
         self.workers = [rank for rank in topology.contributors if rank != self.rank]
-        self.peers = [rank for rank in topology.ranks if rank != self.rank]
+        serves = self.rank in self.servers
+        connected = topology.contributors if serves else topology.ranks
+        self.peers = [rank for rank in connected if rank != self.rank]
         self._memory = {peer: _memory(window, peer) for peer in self.group_ranks}
 
     def bytes_of(self, rank: int, offset: int, size: int) -> Tensor:
@@ -219,7 +221,9 @@ class BucketState:
         gathered: pieces of the group's contribution to the local shard.
         weight: factor by which the values of `gathered` must still be multiplied.
         flags: flags of the ranks of this group; after the sum over groups, flags of all ranks.
-        update: replaces the shard's sums by updated parameters; None if the sums are sent back.
+        returns: the kind of notification by which owners return the version: sums, or parameters.
+        update: replaces the shard's sums by updated parameters; None if the sums are sent back, or
+            other owners update.
         operation: description of the version, for errors.
         empty: True if the version carries no gradients, because `update` already has this shard's
             gradient sums.
@@ -261,6 +265,7 @@ class BucketState:
         self.shard: tuple[slice, Tensor] | None = None
         if rank_layout.local_shard is not None:
             self._view_shards(layout, rank_layout, rank_layout.local_shard)
+        self.returns = SUM
         self.update: Callable[[], None] | None = None
         self.empty = False
         self.operation = ""
@@ -269,10 +274,10 @@ class BucketState:
         self.weight = 1.0
         self.flags: Flags | None = None
 
-    @property
-    def returns(self) -> int:
-        """The kind of notification by which owners return this version: sums, or parameters."""
-        return SUM if self.update is None else PARAMETERS
+    def let_return(self, update: Callable[[], None] | None, *, parameters: bool) -> None:
+        """Note what the version returns: sums, or parameters, which `update` makes of them here."""
+        self.update = update
+        self.returns = PARAMETERS if parameters else SUM
 
     def _view_shards(self, layout: BucketLayout, ranks: RankLayout, local_shard: int) -> None:
         spec = layout.spec

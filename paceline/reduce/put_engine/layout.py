@@ -36,6 +36,9 @@ v mod (k + 1).
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
 by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
 contribution to bucket i, a sum of it, or flags; the last notification announces that it drains.
+
+Where servers return updated parameters, they exchange messages with the workers besides
+(`messages.py`). Each rank has a receive buffer for each peer, behind all else.
 """
 
 from __future__ import annotations
@@ -45,12 +48,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import torch
+from torch import Tensor
 
 from paceline.codecs.codec import Codec
 
 _ALIGN = 64  # bytes, a cache line
 PREAMBLE = _ALIGN  # bytes: a payload's, if zeros are suppressed
 WEIGHT = 8  # bytes
+MESSAGE = 2**18  # bytes: a receive buffer of messages
 CONTRIBUTION, SUM, FLAGS, PARAMETERS = range(4)  # kinds of notifications
 
 
@@ -246,6 +251,12 @@ class BucketLayout:
         """The number of values."""
         return self.shards[-1][-1]
 
+    def worker_part(self, number: int) -> slice:
+        """Return the values whose optimizer state a worker holds in snapshots, by its number."""
+        workers = len(self.topology.contributors)
+        bounds = _boundaries(0, self.numel, workers, self.spec.dtype.itemsize)
+        return slice(bounds[number], bounds[number + 1])
+
     def local_shard(self, local_shard: int) -> slice:
         """Return the values of a local shard."""
         return slice(self.shards[local_shard][0], self.shards[local_shard][-1])
@@ -302,11 +313,15 @@ class Layout:
         topology: the groups of ranks.
         size: size of the window in bytes.
         server_size: size of a server's window, in bytes, if there are servers.
+        to_workers: receive buffers of a worker for each server's messages, in order.
+        to_servers: receive buffers of a server for each worker's messages, in order.
     """
 
     rooms: tuple[tuple[BucketLayout, ...], ...]
     topology: Topology
     size: int
+    to_workers: BufferArray
+    to_servers: BufferArray
     server_size: int = 0
 
     @property
@@ -317,13 +332,30 @@ class Layout:
     @property
     def notifications(self) -> int:
         """The number of notifications of a peer."""
-        return 4 * len(self.rooms) + 1
+        return self.draining + 1
+
+    @property
+    def message(self) -> int:
+        """The notification of a part of a message; the next one acknowledges it."""
+        return 4 * len(self.rooms)
+
+    @property
+    def draining(self) -> int:
+        """The notification of a peer that drains."""
+        return 4 * len(self.rooms) + (2 if self.has_messages else 0)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether workers and servers exchange messages."""
+        return self.to_workers.count > 0
 
     @property
     def notification_names(self) -> list[str]:
         """What each notification announces, for traces."""
         kinds = ("contribution", "sum", "flags", "parameters")
-        return [*(f"{kind} of bucket {b.index}" for kind in kinds for b in self.buckets), "end"]
+        messages = ["message", "acknowledgement"] if self.has_messages else []
+        names = (f"{kind} of bucket {b.index}" for kind in kinds for b in self.buckets)
+        return [*names, *messages, "end"]
 
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
@@ -335,7 +367,10 @@ def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
             bucket = _lay_out_bucket(index, spec, topology, offset)
             buckets.append(bucket)
             offset = _aligned(bucket.flags + len(spec.lengths))
-    size = end = offset
+    messages = any(spec.returns_parameters for spec in specs)
+    to_workers = _buffers(offset, MESSAGE, len(topology.servers) if messages else 0)
+    size = to_workers.end
+    end = size
     for number, bucket in enumerate(buckets if topology.servers else ()):
         spec = bucket.spec
         contribution = spec.header_size + spec.contribution_size(_longest(bucket.shards))
@@ -343,7 +378,15 @@ def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
         buckets[number] = replace(bucket, from_groups=from_groups)
         end = from_groups.end
     rooms = tuple(tuple(group) for _, group in groupby(buckets, lambda bucket: bucket.index))
-    return Layout(rooms=rooms, topology=topology, size=size, server_size=end)
+    to_servers = _buffers(end, MESSAGE, len(topology.contributors) if to_workers.count else 0)
+    return Layout(
+        rooms=rooms,
+        topology=topology,
+        size=size,
+        to_workers=to_workers,
+        to_servers=to_servers,
+        server_size=to_servers.end,
+    )
 
 
 def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
@@ -352,8 +395,8 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
     served = bool(topology.servers)
     if served:
         spec = replace(spec, returns_plain=True)
-    plain = spec.codec is None and not (spec.suppresses_zeros or spec.returns_parameters)
-    assert plain or spec.rooms == 1
+    plain = spec.codec is None and not spec.suppresses_zeros
+    assert spec.rooms == 1 or (plain and (served or not spec.returns_parameters))
     head = spec.header_size
     item = spec.dtype.itemsize
     numel = sum(spec.lengths)
@@ -396,6 +439,11 @@ def _boundaries(start: int, stop: int, count: int, itemsize: int) -> tuple[int, 
     line = _ALIGN // itemsize
     lines = (stop - start) // line
     return (*(start + line * (number * lines // count) for number in range(count)), stop)
+
+
+def most_shards(tensors: Sequence[Tensor]) -> int:
+    """Return into how many shards, none of them empty, a bucket of some tensors can be cut."""
+    return max(1, sum(tensor.nbytes for tensor in tensors) // _ALIGN)
 
 
 def _longest(shards: Sequence[Sequence[int]]) -> int:

@@ -281,6 +281,7 @@ class Owner:
         version = int(self._returned[index]) + 1
         bucket = self._buckets.at(index, version)
         source = bucket.own_sums
+        returns = bucket.returns  # the caller sets it anew once one contributor has the version
         feedback = bucket.feedback
         group = self._ranks.group
         if bucket.update is not None:
@@ -295,7 +296,7 @@ class Owner:
         if bucket.sum_suppression is not None:
             data = bucket.sum_suppression.suppress(RETURNED, data)
         for peer in self._contributors:
-            self._put(bucket, peer, bucket.returned_at, data, bucket.returns, version)
+            self._put(bucket, peer, bucket.returned_at, data, returns, version)
 
     def _finish(self, index: int) -> None:
         """Write the other groups' sums to the group's memory, and notify the group."""

@@ -37,6 +37,7 @@ from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, R
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM, Layout
+from paceline.reduce.put_engine.messages import Messages
 from paceline.reduce.put_engine.owner import Owner
 from paceline.reduce.put_engine.sender import Sender
 
@@ -52,6 +53,9 @@ class PutExchange:
         templates: for each bucket, tensors of its parameters' shapes and strides.
         names: for each bucket, the parameters' names.
         timeout: timeout of each wait for a peer.
+
+    Attributes:
+        messages: exchanged with servers that return parameters.
     """
 
     zero_copy = True
@@ -65,6 +69,7 @@ class PutExchange:
         timeout: Timeout,
     ) -> None:
         self._window = window
+        self._layout = layout
         self._timeout = timeout
         self._ranks = ranks = RankLayout(layout, window)
         self._buckets = BucketStates(layout, ranks, templates, names)
@@ -74,6 +79,7 @@ class PutExchange:
         self._fixed_traffic = fixed
         self._sender = Sender(window, ranks, self._buckets)
         self._owner = Owner(window, ranks, self._buckets, self._sender)
+        self.messages = Messages(window, layout, timeout)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback | None]:
@@ -109,8 +115,19 @@ class PutExchange:
 
     def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums return, or the parameters that `update` writes in their place."""
-        self._newest(index).update = update
+        self._newest(index).let_return(update, parameters=update is not None)
         self._owner.allow_return(index, int(self._sender.sent[index]))
+
+    def expect(self, index: int, *, parameters: bool) -> int:
+        """Expect a bucket's sums from the servers, or the parameters that they update by them.
+
+        Returns:
+            the version that returns them: the last one that was sent.
+        """
+        version = int(self._sender.sent[index])
+        self._newest(index).let_return(None, parameters=parameters)
+        self._owner.allow_return(index, version)
+        return version
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return the values of a bucket that this rank owns, and the memory of their sums."""
@@ -122,6 +139,18 @@ class PutExchange:
         assert flags is not None
         return flags
 
+    def unread(self, index: int) -> int:
+        """Return how many versions of a bucket were sent and not waited for."""
+        return int(self._sender.sent[index] - self._sender.read[index])
+
+    def arrived(self, index: int, version: int) -> bool:
+        """Return whether what a version returns is here, so that `wait` returns it at once."""
+        bucket = self._buckets.at(index, version)
+        row = bucket.returns * len(self._buckets.first) + index
+        there = all(self._window.values[p, row] >= version for p in self._returning(bucket))
+        owns = self._ranks.local_shard is not None
+        return there and (not owns or bool(self._owner.done[index] >= version))
+
     def wait(self, index: int, version: int) -> list[Tensor | None]:
         """Return the sums of a bucket's version.
 
@@ -132,7 +161,7 @@ class PutExchange:
         bucket = self._buckets.at(index, version)
         gradients = self._wait_for_sums(bucket, version)
         gradients.check_unwritten()
-        if gradients.full or bucket.update is not None:
+        if gradients.full or bucket.returns == PARAMETERS:
             return list(bucket.views)
         sender = self._ranks.leader
         if sender == self._ranks.rank:
@@ -165,7 +194,7 @@ class PutExchange:
         count = len(self._buckets.first)
         if self._owner.error is not None or (self._sender.read != self._sender.sent).any():
             return
-        last = 4 * count
+        last = self._layout.draining
         limit = self._timeout.later
         with suppress(CommError):  # a peer that has gone needs nothing
             window.subscribe(last + 1)
@@ -192,10 +221,7 @@ class PutExchange:
     def _wait_for_sums(self, bucket: BucketState, version: int) -> LocalGradients:
         """Wait for a version's sums; return this rank's gradients, and let go of them."""
         ranks = self._ranks
-        senders: Sequence[int] = [owner for owner in ranks.owners if owner != ranks.rank]
-        if not ranks.group_peers and bucket.direct_return:
-            senders = list(ranks.peer_owners.values())
-        for peer in senders:
+        for peer in self._returning(bucket):
             self._wait_for(bucket, version, peer, bucket.returns)
         if ranks.local_shard is not None and not self._owner.wait(
             bucket.index, version, self._timeout.limit(bucket.operation)
@@ -207,6 +233,13 @@ class PutExchange:
             suppressed = bucket.suppression.traffic()
             self.traffic[bucket.index] = fixed[0] + suppressed[0], fixed[1] + suppressed[1]
         return self._sender.count_read(bucket, version)
+
+    def _returning(self, bucket: BucketState) -> list[int]:
+        """Return the peers whose notifications announce what a bucket's version returns."""
+        ranks = self._ranks
+        if not ranks.group_peers and bucket.direct_return:
+            return list(ranks.peer_owners.values())
+        return [owner for owner in ranks.owners if owner != ranks.rank]
 
     def _newest(self, index: int) -> BucketState:
         """Return the state of the version that was sent last."""

@@ -54,7 +54,7 @@ class Sender:
         bucket = self._buckets.at(index, version)
         bucket.operation = operation
         bucket.empty = False
-        bucket.update = None
+        bucket.let_return(None, parameters=False)
         bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         for owner, local_shard, buffer, contribution in bucket.to_owners:
             buffer.write_header(1.0, gradients.flags)
@@ -102,6 +102,8 @@ class Sender:
             source: list[torch.Tensor]
             if bucket.feedback is None:
                 source = [bucket.header(weight, flags), *(piece for _, _, piece in inside)]
+                if not weight and bucket.suppression is None:
+                    del source[1:]  # no owner reads them
             else:
                 data = bucket.feedback.encode(group, inside, weight)
                 source = [bucket.header(1.0, flags), data]

@@ -5,8 +5,10 @@
     …                           └────────┘           …
 
 It sums in the order of the groups, as an owner among the workers does. Sums return as they are, so
-a server has no state between two versions of a bucket. Workers announce their end as in
-`PutExchange.drain`, and wait for the servers' announcements, which `release` makes.
+a server has no state between two versions of a bucket. Where parameters may return in place of the
+sums, a version waits for `return_version`. Workers announce their end as in `PutExchange.drain`,
+and wait for the servers' announcements, which `release` makes. Servers aren't connected with each
+other.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketStates, RankLayout
+from paceline.reduce.put_engine.gradient_views import Flags
 from paceline.reduce.put_engine.layout import BucketLayout, Layout
 from paceline.reduce.put_engine.owner import Owner
 
@@ -29,7 +32,7 @@ _RELEASE_S = 5.0
 
 
 class ShardServer:
-    """Shard server: sums all workers' contributions to its part of each bucket, and returns sums.
+    """Shard server: sums all workers' contributions to its part of each bucket, and returns them.
 
     Args:
         window: the server's window, reserved for this exchange.
@@ -42,9 +45,9 @@ class ShardServer:
         self._ranks = ranks = RankLayout(layout, window)
         templates = [_templates(bucket) for bucket in layout.buckets]
         names = [[""] * len(bucket.spec.lengths) for bucket in layout.buckets]
-        buckets = BucketStates(layout, ranks, templates, names)
-        self._owner = Owner(window, ranks, buckets, sender=None)
-        self._last = layout.notifications - 1
+        self._buckets = BucketStates(layout, ranks, templates, names)
+        self._owner = Owner(window, ranks, self._buckets, sender=None)
+        self._last = layout.draining
         window.subscribe(layout.notifications)
 
     @property
@@ -57,6 +60,28 @@ class ShardServer:
     def nbytes(self) -> int:
         """The bytes of the sums of all buckets."""
         return sum(b.spec.dtype.itemsize * b.numel for b in self._layout.buckets)
+
+    def shard(self, index: int) -> slice:
+        """Return the values of a bucket that this server owns."""
+        shard = self._buckets.first[index].shard
+        assert shard is not None
+        return shard[0]
+
+    def sums(self, index: int, version: int) -> Tensor:
+        """Return the memory of the sums of this server's shard in a version, (values,)."""
+        return self._buckets.at(index, version).own_sums
+
+    def flags(self, index: int, version: int) -> Flags:
+        """Return which parameters of a bucket any worker used, once the version is summed."""
+        flags = self._buckets.at(index, version).flags
+        assert flags is not None
+        return flags
+
+    def return_version(self, index: int, version: int, update: Callable[[], None] | None) -> None:
+        """Let a version's sums return, or the parameters that `update` writes in their place."""
+        bucket = self._buckets.at(index, version)
+        bucket.let_return(update, parameters=update is not None)
+        self._owner.allow_return(index, version)
 
     def serve(self, check: Callable[[], None] = lambda: None) -> None:
         """Return once all workers have announced their end; `release` lets them end.
@@ -79,7 +104,7 @@ class ShardServer:
             raise window.lost_first(error).during("a merge") from error
 
     def release(self) -> None:
-        """Let the workers end, which wait for it; return once the other servers let them, too."""
+        """Let the workers end, which wait for it; return once one of them does."""
         window = self._window
         peers = self._ranks.peers
         events = 0
@@ -88,9 +113,9 @@ class ShardServer:
                 window.put(peer, 0, None, self._last, 1)
             for peer in peers:
                 window.flush(peer, limit=_RELEASE_S, operation="the shutdown")
-            # To a server that still serves, the end of this one would be a loss.
+            # To a worker that waits for another server, the end of this one would be a loss.
             deadline = time.monotonic() + _RELEASE_S
-            while not window.values[peers, self._last].all() and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 events = window.wait_for_event(events, _WAIT_SLICE_S)
 
     def close(self) -> None:

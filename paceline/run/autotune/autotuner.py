@@ -16,15 +16,11 @@ only where the user asks for it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from paceline.comm.communicator import broadcast_state, total
+from paceline.comm.communicator import broadcast_state
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
 from paceline.generation.run import Run
@@ -47,17 +43,15 @@ _UNPREDICTABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetting:
-    """Setting of the trials: the run's folder, the remaining steps, and a callback for reports.
+    """Setting of the trials: the run's folder, and the remaining steps.
 
     Attributes:
         folder: the run's folder, in which rank 0 saves the choice; None: the choice is not saved.
         steps: number of remaining steps; None if unknown.
-        report: called on rank 0 with a sentence for the user.
     """
 
     folder: Path | None = None
     steps: int | None = None
-    report: Callable[[Message], None] = lambda note: None
 
 
 class Autotuner:
@@ -66,7 +60,7 @@ class Autotuner:
     Args:
         candidates: the exchanges to choose from; at least one.
         run: the run, whose ranks exchange.
-        setting: the run's folder, remaining steps and reports.
+        setting: the run's folder, and remaining steps.
         predictor: predicts the candidates' times; None: nothing is predicted.
     """
 
@@ -161,7 +155,7 @@ class Autotuner:
             milliseconds={name: round(value, 3) for name, value in milliseconds.items()},
         )
         if self._predictor.note is not None and self._run.leads:
-            self._setting.report(self._predictor.note)
+            self._run.note(self._predictor.note)
         if not self._runs_trials:
             self._write(self._current, {})
             self._report_prediction(self._current, milliseconds)
@@ -169,8 +163,7 @@ class Autotuner:
     def _try(self) -> None:
         """Continue with the candidate of the present trial; after the trials, with the chosen."""
         if self._trials is None:
-            count = len(self._shortlist)
-            self._trials = Trials(count, time.perf_counter, self._mean)
+            self._trials = Trials(len(self._shortlist), self._run)
         self._current = self._candidates[self._shortlist[self._trials.begin()]]
         if self._trials.outcome is not None:
             self._save(self._trials.outcome)
@@ -238,12 +231,6 @@ class Autotuner:
     def _machines(self) -> tuple[int, ...]:
         return self._run.context.world.generation.workers_per_machine
 
-    def _mean(self, values: Sequence[float]) -> Sequence[float]:
-        own = torch.tensor(values, dtype=torch.float64)
-        communicator = self._run.context.group("all", "steps")
-        sums: Tensor = total(communicator, own, "the mean of measured steps")
-        return [value / self._run.context.world.size for value in sums.tolist()]
-
     def _save(self, outcome: Outcome) -> None:
         if not self._run.leads:
             return
@@ -290,7 +277,7 @@ class Autotuner:
 
     def _report(self, text: str | Message) -> None:
         if self._run.leads:
-            self._setting.report(Message("exchange: {}.", text))
+            self._run.note(Message("exchange: {}.", text))
 
 
 def _pinned(text: str, chosen: SyncConfig) -> Message:

@@ -25,6 +25,7 @@ from paceline.replica.live_hooks import LiveHook
 from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import ReadMap
 from paceline.run.autotune.step_schedule import Parameter, Profile
+from paceline.timeline.timeline import Timeline
 
 
 @dataclass(kw_only=True)
@@ -47,14 +48,14 @@ class _Step:
 
 
 class PassTimes:
-    """Recorder of a model's pass times, from the first `begin_step` to `close`.
+    """Times of a model's passes, from the first `begin_step` to `close`.
 
     Args:
         model: the model; none of its modules is compiled.
         reads: which modules read which parameters.
         parameters: those that are trained.
         tables: those of them whose gradients may be zero but for some rows.
-        clock: returns seconds since an arbitrary origin, without the rank's waits for its peers.
+        timeline: has the time, without the rank's waits for its peers.
 
     Attributes:
         nonzero: for each table, the share of its rows that weren't zero in its first gradient.
@@ -66,10 +67,10 @@ class PassTimes:
         reads: ReadMap,
         parameters: Sequence[nn.Parameter],
         tables: frozenset[nn.Parameter],
-        clock: Callable[[], float],
+        timeline: Timeline,
     ) -> None:
         self._tables = tables
-        self._clock = clock
+        self._timeline = timeline
         self.nonzero: dict[Tensor, float] = {}
         self._accumulates = reads.accumulates
         self._outside = reads.outside
@@ -94,7 +95,7 @@ class PassTimes:
         Args:
             reduced: in the step before, the sums of gradients were awaited before the update.
         """
-        now = self._clock()
+        now = self._timeline.own_seconds()
         if self._step is not None:
             self._reduces |= reduced
             self._end_step(self._step, now)
@@ -129,23 +130,23 @@ class PassTimes:
 
     def _begin_forward(self, *_: object) -> None:
         if self._step is not None and self._step.forward is None:
-            self._step.forward = self._clock()
+            self._step.forward = self._timeline.own_seconds()
 
     def _read(self, own: Sequence[nn.Parameter], *_: object) -> None:
         if self._step is None:
             return
-        now = self._clock()
+        now = self._timeline.own_seconds()
         for p in own:
             self._step.read_at.setdefault(p, now)
 
     def _end_forward(self, *_: object) -> None:
         if self._step is not None:
-            self._step.forward_end = self._clock()
+            self._step.forward_end = self._timeline.own_seconds()
 
     def _ready(self, parameter: Tensor) -> None:
         if self._step is None:
             return
-        self._step.ready_at[parameter] = self._clock()
+        self._step.ready_at[parameter] = self._timeline.own_seconds()
         if parameter in self._tables and parameter not in self.nonzero:
             assert parameter.grad is not None
             self.nonzero[parameter] = parameter.grad.any(1).float().mean().item()

@@ -16,8 +16,7 @@ shared memory and are faster than predicted.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -116,31 +115,32 @@ class StepPredictor:
     Args:
         candidates: the exchanges.
         model: the model.
-        replica: returns the model's replica.
         run: the run, whose ranks exchange.
-        clock: returns seconds since an arbitrary origin.
     """
 
     def __init__(
         self,
         candidates: Sequence[SyncConfig],
         model: nn.Module,
-        replica: Callable[[], Replica],
         run: Run,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._candidates = candidates
         self._model = model
-        self._replica = replica
         self._run = run
-        self._clock = clock
         self.note: Message | None = None
         self._times: PassTimes | None = None
         self._seen: TrainedParameters | None = None
+        self._replica: Replica | None = None  # None until `watch`
+
+    def watch(self, replica: Replica) -> None:
+        """Predict the steps of a replica, until it is closed."""
+        self._replica = replica
+        replica.on_close(self.restart)
 
     def begin_step(self) -> None:
         """Begin a step; from the first one on they are measured."""
-        replica = self._replica()
+        replica = self._replica
+        assert replica is not None
         if self._times is None and replica.reads is not None:
             if any(is_compiled(module) for module in visible_modules(self._model)):
                 return
@@ -148,19 +148,18 @@ class StepPredictor:
             self._seen = replica.trained()
             parameters = [p for p in self._seen.names if _is_exchanged(p, self._seen)]
             tables = table_parameters(self._model)
-            self._times = PassTimes(self._model, replica.reads, parameters, tables, self._computed)
+            timeline = self._run.timeline
+            self._times = PassTimes(self._model, replica.reads, parameters, tables, timeline)
         if self._times is not None:
             self._times.begin_step(reduced=replica.reduced)
-
-    def _computed(self) -> float:
-        return self._clock() - self._run.context.waited
 
     def predict(self) -> list[float] | None:
         """Return predicted seconds a step by candidate, rank 0's; None if it can't; collective.
 
         The exchange of the last step ends before the link is measured.
         """
-        replica = self._replica()
+        replica = self._replica
+        assert replica is not None
         context = self._run.context
         replica.settle()
         profile = None if self._times is None else self._times.profile()

@@ -13,10 +13,15 @@ model anew, and the second is the first to wait for what the new exchange sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+
+import torch
+
+from paceline.comm.communicator import total
+from paceline.generation.run import Run
 
 SKIPPED = 2
 COUNTED = 4
@@ -46,22 +51,14 @@ class Trials:
 
     Args:
         count: the number of candidates, at least two; among equally fast ones, the first is chosen.
-        clock: returns seconds since an arbitrary origin.
-        mean: returns given values averaged over the ranks; collective, with the same result on all
-            ranks.
+        run: the run, whose ranks decide together.
 
     Attributes:
         outcome: the outcome; None until the trials are finished.
     """
 
-    def __init__(
-        self,
-        count: int,
-        clock: Callable[[], float],
-        mean: Callable[[Sequence[float]], Sequence[float]],
-    ) -> None:
-        self._clock = clock
-        self._mean = mean
+    def __init__(self, count: int, run: Run) -> None:
+        self._run = run
         self._turns = list(range(count))
         self._rounds: list[dict[int, float]] = [{}]
         self._begun: list[float] = []  # when the steps of this block began
@@ -74,7 +71,7 @@ class Trials:
             CommError: a peer was lost, or silent.
         """
         if self.outcome is None:
-            self._begun.append(self._clock())
+            self._begun.append(self._run.timeline.now())
             if len(self._begun) > SKIPPED + COUNTED:
                 self._end_block()
         return self._turns[0] if self.outcome is None else self.outcome.chosen
@@ -94,6 +91,13 @@ class Trials:
             self._rounds.append({})
         else:
             self.outcome = decide(*self._rounds)
+
+    def _mean(self, values: Sequence[float]) -> list[float]:
+        """Return values averaged over the ranks, the same on all of them; collective."""
+        own = torch.tensor(values, dtype=torch.float64)
+        sums = total(self._run.context.group("all", "steps"), own, "the mean of measured steps")
+        means: list[float] = (sums / self._run.context.world.size).tolist()
+        return means
 
 
 def steps_of_trials(count: int) -> int:

@@ -19,15 +19,15 @@ from paceline.cluster.membership.generation_waits import OutsideWorld
 from paceline.cluster.membership.lineage import as_values
 from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
-from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.print_message import print_message
 from paceline.errors import CommError, many
 from paceline.generation.run import Run
 from paceline.observe.change_account import ChangeAccount
 from paceline.replica.group import AnyReplica
 from paceline.run.recovery.durable_state import DurableState, EpochSize, sentence_of
+from paceline.snapshots.own_part import values_to_send
 from paceline.snapshots.position import Position
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.snapshots.unsummed_values import values_to_send
 
 
 class GenerationSteps(Protocol):
@@ -182,7 +182,7 @@ class Recovery:
         Raises:
             CommError: there is none.
         """
-        successor = self._run.membership.next_generation(error, self._snapshots.held)
+        successor = self._run.membership.next_generation(error)
         group = successor.group
         generation = group.generation
         reasons = "; ".join(cause.rstrip(".") for cause in successor.causes if cause)

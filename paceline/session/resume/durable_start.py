@@ -9,7 +9,7 @@ The step is a part of the decision, so that a file that was written meanwhile ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from paceline.comm.communicator import broadcast_state, gather_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
 from paceline.generation.run import Run
-from paceline.replica.replica import Replica
 from paceline.run.recovery.durable_state import Restored
 from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
 from paceline.session.resume.edits import GivenHyperparameters
@@ -30,6 +29,7 @@ from paceline.session.resume.machine_folders import (
     record_group,
 )
 from paceline.session.resume.start import Start
+from paceline.session.training import Training
 from paceline.snapshots.position import Position
 
 _REMEDY = (
@@ -45,13 +45,8 @@ class DurableStart:
         folder: the run's, on this machine.
         output: says which checkpoints are looked for.
         identity: flags that make it this run; another run's checkpoints are skipped.
-        restore: restores model, optimizer and tracked objects from a checkpoint's entries.
-        replicas: returns the replica of each pair of a model and an optimizer.
-        report: records a sentence for the user, and shows it on rank 0.
-        beginning: makes the entries of the run's beginning, on rank 0; None: they can't be had any
-            more.
         given: this start's hyperparameters, whose edits replace the checkpoint's.
-        refusal: says why this run can't go back from one position to another; "" if it can.
+        training: what is restored.
     """
 
     def __init__(
@@ -62,22 +57,14 @@ class DurableStart:
         identity: Mapping[str, object],
         *,
         given: GivenHyperparameters,
-        restore: Callable[[Mapping[str, Any]], None],
-        replicas: Callable[[], Sequence[Replica]],
-        report: Callable[[str], object],
-        beginning: Callable[[], Mapping[str, Any]] | None = None,
-        refusal: Callable[[Position, Position], str] = lambda reached, back: "",
+        training: Training,
     ) -> None:
         self._run = run
         self._folder = folder
         self._output = output
         self._identity = identity
-        self._restore = restore
-        self._replicas = replicas
-        self._report = report
-        self._beginning = beginning
-        self._refusal = refusal
         self._given = given
+        self._training = training
         self._start = Start()
         self._read_file = False
 
@@ -89,7 +76,7 @@ class DurableStart:
         refusal = self._refusal(reached, start.position)
         try:
             if not refusal:
-                self._restore(state)
+                self._training.restore(state)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             refusal = f"{name} doesn't fit the model and optimizer any more ({error})"
         what = "the restoring of a checkpoint"
@@ -108,14 +95,23 @@ class DurableStart:
         """Restore what ranks have besides; as `DurableState.restore_exchange`."""
         start = self._start
         self._start = Start()
-        for pair, replica in enumerate(self._replicas()):
+        for pair, replica in enumerate(self._training.replicas):
             for note in start.restore_exchange(replica, pair):
                 if self._read_file:  # the beginning has nothing that a checkpoint would have
-                    self._report(note)
+                    self.report(note)
 
     def report(self, sentence: str) -> None:
         """Record a sentence for the user, and show it on rank 0."""
-        self._report(sentence)
+        self._run.note(sentence, shown=self._run.leads)
+
+    def _refusal(self, reached: Position, back: Position) -> str:
+        """Return why this run can't go back from one position to another; "" if it can."""
+        if back.epoch == reached.epoch or not self._training.within_epoch:
+            return ""
+        return (
+            f"the newest checkpoint is of epoch {back.epoch + 1}, and the script's loop is in "
+            f"epoch {reached.epoch + 1}"
+        )
 
     def _read(self) -> tuple[Mapping[str, Any], str]:
         """Return the durable state, and its name for messages; collective."""
@@ -130,13 +126,14 @@ class DurableStart:
             path = found.paths.get(group.machine)
             state = fetch_checkpoint(self._run, path, found.file.size)
             return state, found.name
-        if group.generation.start or self._beginning is None:
+        beginning = self._training.beginning
+        if group.generation.start or beginning is None:
             steps = many(group.generation.start, "step")
             reason = f"none of them can read the state after {steps}"
             if not group.generation.start:
                 reason = "it has no checkpoint yet"
             raise CheckpointError(f"The run can't go back in its processes: {reason}. {_REMEDY}")
-        beginning = self._beginning() if group.rank == 0 else None
+        entries = beginning.entries() if group.rank == 0 else None
         communicator = self._run.context.group("data", "steps")
         what = "the broadcast of the run's beginning"
-        return broadcast_state(communicator, beginning, what), "the run's beginning"
+        return broadcast_state(communicator, entries, what), "the run's beginning"

@@ -20,6 +20,7 @@ from paceline.data.order import Order
 from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Record
 from paceline.data.upload import Upload
+from paceline.recorder import NullRecorder, Recorder
 
 CPU = torch.device("cpu")
 PLAIN = Transform(augment="none", image_size=8)
@@ -66,6 +67,17 @@ def photographs(count: int) -> list[Record]:
         Image.fromarray(small).resize((20 + index, 18)).save(file, "JPEG")
         records.append(Record(file.getvalue(), index % 3))
     return records
+
+
+class Notes(NullRecorder):
+    """Recorder of notes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def event(self, name: str, **fields: object) -> None:
+        assert name == "note"
+        self.texts.append(str(fields["text"]))
 
 
 class RankLoader:
@@ -133,13 +145,13 @@ def loader_of(
     epochs: int | None = None,
     shares: Callable[[int], Sequence[int] | None] = lambda number: None,
     rank_and_size: Callable[[], tuple[int, int]] | None = None,
-    note: Callable[[str], object] = lambda text: None,
+    recorder: Recorder | None = None,
     stopped_after: float = 10.0,
     **options: Any,
 ) -> Iterator[RankLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
     transform = options.pop("transform", PLAIN)
-    pool = DecodePool(workers, note=note, stopped_after=stopped_after)
+    pool = DecodePool(workers, recorder=recorder, stopped_after=stopped_after)
     maker = host_batches(
         pool,
         source,
@@ -149,7 +161,7 @@ def loader_of(
         num_labels=options.pop("num_labels", None),
         channels_last=options.pop("channels_last", True),
     )
-    loader = DatabaseLoader(order, maker, **options)
+    loader = DatabaseLoader(order, maker, recorder=recorder, **options)
     ranked = rank_and_size or (lambda: (rank, world_size))
     try:
         yield RankLoader(loader, ranked, shares, prefetch, epochs, pool)

@@ -19,11 +19,11 @@ from paceline.algorithms.open_average import open_average, size_of_buckets
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
-from paceline.replica.binder import ExchangePlan
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
+from tests.harness.equivalence.given_builder import GivenBuilder
 from tests.harness.equivalence.put_synchronizers import ServerThread, notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
@@ -245,8 +245,8 @@ class Worker:
             return Method.by_rounds(average)
 
         size = size_of_buckets(self.model.parameters(), 300, task.average.fragments)
-        plan = ExchangePlan(make_method=make_method, bucket_bytes=size, dense=True)
-        self.replica = Replica(self.model, self.optimizer, run_of(communicator), lambda: plan)
+        builder = GivenBuilder(make_method, size, dense=True)
+        self.replica = Replica(self.model, self.optimizer, run_of(communicator), builder)
 
     def train(self, steps: range) -> None:
         """Make steps."""

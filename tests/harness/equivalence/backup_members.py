@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.protocol import Handler
+from paceline.cluster.membership.protocol import FrameHandler
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.snapshots.backup import HeldParts, SnapshotBackup
@@ -39,7 +39,7 @@ class BackedUpMembership(GivenMembership):
         self.backup: SnapshotBackup | None = None
         self.held: Mapping[SnapshotName, HeldParts] = {}
         self.promised = False
-        self.handlers: dict[str, Handler] = {}
+        self.handlers: dict[str, FrameHandler] = {}
 
     def acknowledge(self, held: Sequence[Held]) -> bool:
         with self._lock:
@@ -59,7 +59,7 @@ class BackedUpMembership(GivenMembership):
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
         self._members.broadcast(kind, body)
 
-    def handle(self, kind: str, handler: Handler) -> None:
+    def handle(self, kind: str, handler: FrameHandler) -> None:
         self.handlers[kind] = handler
 
     def _entry(self, held: Held) -> tuple[SnapshotName, HeldParts]:
@@ -86,6 +86,7 @@ class BackupMembers:
         records: the members' memberships, which have their records.
         backups: the members' own.
         delivered: the bytes of each part that was sent.
+        confirmations: the number of parts that holders have confirmed.
         withheld: returns whether a member's part of a snapshot is lost on its way.
         prompt: whether all other parts arrive before a vote begins.
         announced: called with what all members learn of a checkpoint.
@@ -96,6 +97,7 @@ class BackupMembers:
     records: dict[str, BackedUpMembership] = field(default_factory=dict)
     backups: dict[str, SnapshotBackup] = field(default_factory=dict)
     delivered: list[int] = field(default_factory=list)
+    confirmations: int = 0
     withheld: Callable[[SnapshotName, str], bool] = lambda name, owner: False
     prompt: bool = False
     announced: Callable[[Mapping[str, Any]], None] = lambda body: None
@@ -121,8 +123,10 @@ class BackupMembers:
             if self.withheld(SnapshotName(body["token"], body["step"]), body["owner"]):
                 return
             self.delivered.append(len(bulk))
+        elif kind == "confirmed":
+            self.confirmations += 1
         if peer not in self.lost:
-            self.records[peer].handlers[kind](sender, body, bulk)
+            self.records[peer].handlers[kind].receive(sender, kind, body, bulk)
 
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
         """Let all members learn of a checkpoint."""

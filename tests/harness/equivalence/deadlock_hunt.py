@@ -39,6 +39,7 @@ from tests.harness.equivalence.put_synchronizers import flags_of
 from tests.harness.network.window_kinds import Make, bootstraps
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.window import WindowGroup
+from tests.harness.twins.window_context import WindowContext
 
 KINDS = ("inprocess", "shared", "tcp", "machines")
 ALL_KINDS = (*KINDS, "nixl")
@@ -137,8 +138,8 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
             return FaultyWindow(window, faults)
 
         topology = Topology.of(drawn.machines)
-        limits = (limit, limit)
-        options = PutOptions(open_window=open_one, topology=topology, limits=limits)
+        context = WindowContext(open_one, limit)
+        options = PutOptions(context=context, purpose="gradients", topology=topology)
         return make_notified(buckets, *parts, options)
 
     return make

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +24,10 @@ from paceline.algorithms.method import Method
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.reduce.buckets import Bucket
-from paceline.replica.binder import ExchangePlan
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
+from tests.harness.equivalence.given_builder import GivenBuilder
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
@@ -221,28 +222,14 @@ def replicate(
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
-    def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
-        def make(buckets: Sequence[Bucket]) -> Method:
-            updater = getattr(kind, "updater", make_updater)(optimizer, buckets)
-            parts = updater, RunningStatistics(model)
-            return Method.by_gradients(kind(buckets, communicator, *parts))
+    def make(kind: Kind, buckets: Sequence[Bucket]) -> Method:
+        updater = getattr(kind, "updater", make_updater)(optimizer, buckets)
+        parts = updater, RunningStatistics(model)
+        return Method.by_gradients(kind(buckets, communicator, *parts))
 
-        return ExchangePlan(make_method=make, bucket_bytes=bucket_bytes)
-
-    changes = iter(later)
-
-    def next_plan() -> ExchangePlan | None:
-        change = next(changes, None)
-        return None if change is None else plan(*change)
-
-    return Replica(
-        model,
-        optimizer,
-        run_of(communicator),
-        lambda: plan(kind, bucket_bytes),
-        share=share,
-        next_plan=next_plan,
-    )
+    changes = (change and (partial(make, change[0]), change[1]) for change in later)
+    builder = GivenBuilder(partial(make, kind), bucket_bytes, later=changes)
+    return Replica(model, optimizer, run_of(communicator), builder, share=share)
 
 
 def largest_difference(one: State, other: State) -> float:

@@ -19,7 +19,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
 from paceline.comm.window import Window
 from paceline.generation.connector import connect
 from paceline.generation.context import GenerationContext, WindowSpec
@@ -31,7 +31,9 @@ from paceline.update.updater import make_updater
 from tests.harness.processes.worlds import open_context, world_of
 from tests.harness.twins.communicator import ThreadGroup
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.invited_threads import InvitedThreads
 from tests.harness.twins.window import WindowGroup
+from tests.harness.twins.window_context import WindowContext
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 IntraMachine = Callable[[int], Communicator]  # connects a rank with those of its machine
@@ -124,9 +126,8 @@ def notified(
         if server is not None:
             topology = topology.served_by(server.name)
 
-        def announce(layout: Layout) -> None:
-            if server is None:
-                return
+        def start_server(layout: Layout) -> None:
+            assert server is not None
             with lock:
                 if 0 not in groups:
                     ranks, simulated = len(topology.ranks), (*(machines or [1] * world_size), 1)
@@ -149,13 +150,13 @@ def notified(
             return FaultyWindow(window, Faults(seed=rank, ordered=flags_of(notifications)))
 
         options = PutOptions(
-            open_window=open_window,
+            context=WindowContext(open_window, limit),
+            purpose="gradients",
+            servers=None if server is None else InvitedThreads(1, start_server),
             topology=topology,
-            limits=(limit, limit),
             codec=merge_codec(codec),
             return_codec=return_codec(merge_codec(codec), len(topology.groups)),
             error_decay=error_decay,
-            announce=announce,
             staged=staged,
             machine=inside and inside(rank),
             rows=rows and rows(rank),
@@ -187,7 +188,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Calla
         rank = communicator.rank
         made[rank] += 1
         bootstrap = Bootstrap(
-            store=store,
+            addresses=StoredAddresses(store),
             rank=rank,
             world_size=communicator.world_size,
             token="token",
@@ -196,8 +197,8 @@ def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Calla
         )
         intra_machine = topology.groups[topology.group_of(rank)]
         open_window = partial(connect_window, bootstrap, intra_machine, "127.0.0.1")
-        limits = (limit, limit)
-        options = PutOptions(open_window=open_window, topology=topology, limits=limits)
+        context = WindowContext(open_window, limit)
+        options = PutOptions(context=context, purpose="gradients", topology=topology)
         return make_notified(buckets, *parts, options)
 
     return make
@@ -213,9 +214,10 @@ def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[
             contexts[rank] = context_on_gloo(machines, communicator, store, limit)
         mine = contexts[rank]
         options = PutOptions(
-            open_window=partial(mine.window, "gradients", WindowSpec(leaders=True)),
+            context=mine,
+            purpose="gradients",
+            window=WindowSpec(leaders=True),
             topology=Topology.of(machines),
-            limits=mine.limits,
             staged=True,
             machine=mine.group("machine", "gradients"),
         )

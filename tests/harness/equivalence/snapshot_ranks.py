@@ -168,7 +168,7 @@ class Rank:
             self.share,
         )
         if hasattr(self.step, "scaler"):
-            self.replica.follow(self.step.scaler.get_scale)
+            self.replica.use_loss_scale(self.step.scaler)
 
     def take(self, number: int) -> SnapshotName:
         """Let the next step, which has this number, take a snapshot."""

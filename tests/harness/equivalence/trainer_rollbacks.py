@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
-from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cluster.membership.backup_holder import holder_of, missing_parts
 from paceline.cluster.membership.generation import Ancestor, Group
@@ -41,7 +40,10 @@ from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
 from paceline.replica.live_hooks import patch
-from paceline.session import Start, build_recorder, build_trainer, open_run
+from paceline.session.command_trainer import build_trainer
+from paceline.session.connect import connect_run
+from paceline.session.recorders import record_training
+from paceline.session.sources import open_sources
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import FOLDER
@@ -55,6 +57,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
 from tests.harness.equivalence.trainer_breaks import Breaks, Moment
 from tests.harness.membership.given_membership import GivenMembership
+from tests.harness.processes.sessions import session_of
 from tests.harness.processes.worlds import world_of
 
 STEPS, EPOCHS, BATCH, SAMPLES = 4, 2, 12, 40  # the last batch is short
@@ -209,14 +212,14 @@ class TrainerRollbacks:
         starts: list[bool] = []  # whether they are from snapshots
         parts: list[OwnPart] = []  # of members that aren't in the next one
 
-        def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
+        def next_generation(error: CommError) -> Successor:
             number = next(numbers)
             if self.backups is not None:
                 successor = self._recover(c, self.backups, number)
                 starts.append(successor.start is not None)
                 return successor
             starts.append(True)
-            self._held[c.rank] = tuple(held)
+            self._held[c.rank] = self._snapshots[c.rank].held
             start = self._agree(c, number)
             while c.rank in self._parked(number):
                 if number == len(self.moments):
@@ -228,7 +231,7 @@ class TrainerRollbacks:
             return Successor(group=self._group(c, number), start=start)
 
         with ExitStack() as stack:
-            sources = wiring.open_sources(config)
+            sources = open_sources(config)
             stack.callback(sources.close)
             limits = (config.world.first_iter_timeout, config.world.timeout)
             membership = GivenMembership(self._store, next_generation=next_generation)
@@ -237,11 +240,10 @@ class TrainerRollbacks:
                 membership = self.backups.enter(
                     group.member.id, self._store, next_generation=next_generation
                 )
-            run = stack.enter_context(open_run(group, self._store, device, limits, membership))
-            start = Start()
-            run.recorder = build_recorder(config, run, folder, start)
-            stack.callback(run.recorder.close)
-            trainer = build_trainer(config, run, sources, device, folder, start)
+            run = stack.enter_context(connect_run(group, self._store, device, limits, membership))
+            session = session_of(config, run, folder, stack)
+            record_training(config, session)
+            trainer = build_trainer(config, session, sources)
             commits = trainer.steps._snapshots.commits
             if self.backups is None:  # what is held is acknowledged; parts are handed over
                 commits._backup = None
@@ -260,8 +262,6 @@ class TrainerRollbacks:
                 self.recorded.add(group.generation.number)
 
             patch(durable, "record", record)
-            for part in (trainer.replica, trainer.resources):
-                stack.callback(part.close)
             trainer.steps.recovery.record_start(
                 None,
                 model="normed",

@@ -51,16 +51,16 @@ class Successors:
         self._world, self._parked = world, parked
         membership = GivenMembership(world._run.store, next_generation=self.decide)
         membership.activities = world._run.membership.activities
-        object.__setattr__(world._session, "membership", membership)  # no vote, and no backups
-        world._run.membership, world._backup = membership, None
+        world._run.membership, world._session.backup = membership, None  # no vote, and no backups
         self._parts: list[OwnPart] = []  # of members that leave
         self._first = self._present = world._run.context.world.generation
         self._member, self.generation = world.rank, 0
         self.starts: list[int] = []
 
-    def decide(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def decide(self, error: CommError) -> Successor:
         """Return the next generation that this member is in."""
-        before, successor = self._members, self._next(before=self._members, held=held)
+        before = self._members
+        successor = self._next(before=before, held=self._snapshots.held)
         while successor is None:
             before = self._members
             successor = self._next(before=before, held=())
@@ -123,10 +123,10 @@ class Successors:
         return self._world._loop.steps._snapshots
 
     def _put(self, key: str, text: str) -> None:
-        self._world._session.joined.store.set(key, text)
+        self._world._process.joined.store.set(key, text)
 
     def _get(self, key: str) -> str:
-        return self._world._session.joined.store.get(key).decode()
+        return self._world._process.joined.store.get(key).decode()
 
 
 def packed(value: object) -> str:

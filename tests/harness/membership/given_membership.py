@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.protocol import Membership, Successor
-from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.static import StaticMembership
 from paceline.errors import CommError
 from paceline.generation.builder import Builder
@@ -30,7 +29,7 @@ class GivenMembership(StaticMembership):
         self,
         store: Store | None = None,
         *,
-        next_generation: Callable[[CommError, Sequence[SnapshotName]], Successor] | None = None,
+        next_generation: Callable[[CommError], Successor] | None = None,
         require_member: Callable[[], None] = lambda: None,
         may_write: Callable[[], bool] = lambda: True,
         lease_lasts: Callable[[], bool] = lambda: True,
@@ -41,10 +40,10 @@ class GivenMembership(StaticMembership):
         self._require_member = require_member
         self._may_write, self._lease_lasts = may_write, lease_lasts
 
-    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def next_generation(self, lost: CommError) -> Successor:
         if self._next_generation is None:
             raise lost
-        return self._next_generation(lost, held)
+        return self._next_generation(lost)
 
     def may_write(self, *, wait: bool) -> bool:
         return self._may_write() if wait else self._lease_lasts()

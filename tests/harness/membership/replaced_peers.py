@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cluster.membership import voting_member
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
@@ -40,16 +39,20 @@ from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import MemberWatch
 from paceline.cluster.membership.protocol import Successor
-from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.voting.successor import Joiner, View
 from paceline.cluster.membership.voting_member import VotingMember
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
-from paceline.session import Start, build_recorder, build_trainer, open_run
+from paceline.replica.live_hooks import patch
+from paceline.session.command_trainer import build_trainer
+from paceline.session.connect import connect_run
+from paceline.session.recorders import record_training
+from paceline.session.sources import open_sources
 from paceline.trainer import Trainer
 from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.memory_growth import Usage
+from tests.harness.processes.sessions import session_of
 from tests.harness.processes.worlds import world_of
 
 LAST = 6  # the step of a generation in which its peer is lost
@@ -121,10 +124,10 @@ class ReplacingMembership(ElasticMembership):
         self._generation = successor.group.generation
         self._joined.append(successor)
 
-    def next_generation(self, lost: CommError, held: Sequence[SnapshotName]) -> Successor:
+    def next_generation(self, lost: CommError) -> Successor:
         if self._joined:
             return self._joined.pop()
-        return self._peers.replace_peer(super().next_generation(lost, held))
+        return self._peers.replace_peer(super().next_generation(lost))
 
 
 class Participant:
@@ -156,18 +159,19 @@ class Participant:
 
     def _build(self, group: Group, stack: ExitStack) -> None:
         config = self._run.config
-        sources = wiring.open_sources(config)
+        sources = open_sources(config)
         stack.callback(sources.close)
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        self.run = open_run(group, self._run.store, _CPU, limits, self.membership)
+        self.run = connect_run(group, self._run.store, _CPU, limits, self.membership)
         stack.callback(lambda: self.run.context.abort())
+        session = session_of(config, self.run, self._run.folder, stack)
         if self.member.id == self._run.survivor_id:
-            recorder = build_recorder(config, self.run, self._run.folder, Start())
-            self.run.recorder = recorder
-            stack.callback(recorder.close)
-        self.trainer: Trainer = build_trainer(*(config, self.run, sources, _CPU, self._run.folder))
-        for part in (self.trainer.replica, self.trainer.resources):
-            stack.callback(part.close)
+            record_training(config, session)
+        else:
+            session.open_bindings()
+        # A peer that joins later has no survivor to compare its model with.
+        patch(session, "agree", lambda *_: None)
+        self.trainer: Trainer = build_trainer(config, session, sources)
         hook = self.trainer.model.register_forward_pre_hook(lambda *_: self._begin_step())
         stack.callback(hook.remove)
 

@@ -165,7 +165,8 @@ class World:
             return
         content = message.content
         if isinstance(content, Generation):
-            machine.record = acceptor.learn(machine.record, message.about, content)
+            assert content.descends_from(message.about.id)
+            machine.record = machine.record.in_generation(content)
             return
         assert isinstance(content, (Prepare, Accept))
         record, answer = acceptor.answer(machine.record, machine.name, content)
@@ -226,7 +227,8 @@ class World:
                 self._count_absent(about, value)
             self.oracle.decide(about, value, self._durable_steps(about, value))
         machine = worker.machine
-        machine.record = acceptor.learn(machine.record, about, value)
+        assert value.descends_from(about.id)
+        machine.record = machine.record.in_generation(value)
         worker.proposer = None
         for number in {*about.machines, *value.machines}:
             self._post(worker, machine_name(number), value, about)

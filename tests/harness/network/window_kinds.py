@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow, connect_window
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
 from paceline.comm.window import Window
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.window import WindowGroup
@@ -37,7 +37,7 @@ def bootstraps(
     store = store or HashStore()
     return [
         Bootstrap(
-            store=store,
+            addresses=StoredAddresses(store),
             rank=rank,
             world_size=world_size,
             token="token",

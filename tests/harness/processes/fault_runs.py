@@ -166,7 +166,7 @@ class FaultRun:
                 variables = environment_of(process)
                 worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
                 first = sum(self._machines[: worker.machine])
-                if worker.local_rank == self._machines[worker.machine]:  # it follows the workers'
+                if worker.local_rank >= self._machines[worker.machine]:  # they follow the workers'
                     self._servers.append(process)
                 else:
                     self.pids[first + worker.local_rank] = process.pid
@@ -214,7 +214,7 @@ class FaultRun:
         return [psutil.Process(pid) for pid in self.pids.values()]
 
     def servers(self) -> list[psutil.Process]:
-        """Return the averaging server, if the run has one, once `reach` has returned."""
+        """Return the servers, if the run has any, once `reach` has returned."""
         return self._servers
 
     def starts(self) -> list[int]:

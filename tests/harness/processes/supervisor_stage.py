@@ -25,6 +25,7 @@ from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision import parent_death_watchdog
+from paceline.cluster.supervision.event_queue import EventQueue
 from paceline.cluster.supervision.supervisor import supervise
 from paceline.cluster.supervision.supervisor_file import write_supervisor_file
 from paceline.cluster.supervision.worker_exit import WorkerExit
@@ -197,7 +198,7 @@ def at_most(seconds: float) -> Iterator[None]:
 class _Exits:
     """Supervisor's endpoint that writes into a file what it reports."""
 
-    def __init__(self, path: Path, run: FormedRun, end: object) -> None:
+    def __init__(self, path: Path, run: FormedRun, events: EventQueue) -> None:
         self._path, self._generation = path, run.generation
         self._members = [member.id for member in run.generation.members]
 

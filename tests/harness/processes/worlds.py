@@ -13,6 +13,7 @@ from paceline.comm.communicator import Communicator
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.recorder import NullRecorder, Recorder
+from paceline.timeline.timeline import Timeline
 from tests.harness.twins.communicator import ThreadGroup
 
 
@@ -61,6 +62,7 @@ def run_of(
     group: Group | None = None,
     recorder: Recorder | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+    timeline: Timeline | None = None,
 ) -> Run:
     """Return the run of a rank whose purposes all share one communicator.
 
@@ -69,6 +71,7 @@ def run_of(
         group: all ranks; by default they are on one machine.
         recorder: receives what happens; by default nothing does.
         device: where the ranks compute.
+        timeline: the rank's; by default one that nothing else has.
     """
     connected = communicator or ThreadGroup(1).communicator(0)
     context = open_context(
@@ -76,5 +79,6 @@ def run_of(
         lambda group, purpose: connected,
         device=device,
         limits=(5.0, 5.0),
+        timeline=timeline,
     )
     return Run(context=context, recorder=recorder or NullRecorder())

@@ -30,13 +30,20 @@ class WindowGroup:
         size: size of each window, in bytes.
         notifications: the number of notification slots per peer.
         machines: for each simulated machine, its ranks; by default, each rank has its own machine.
+        apart: ranks that aren't connected with each other.
     """
 
     def __init__(
-        self, world_size: int, size: int, notifications: int, machines: Sequence[int] = ()
+        self,
+        world_size: int,
+        size: int,
+        notifications: int,
+        machines: Sequence[int] = (),
+        apart: Sequence[int] = (),
     ) -> None:
         self.world_size = world_size
         self.machine = [number for number, ranks in enumerate(machines) for _ in range(ranks)]
+        self.apart = {*apart}
         self.lock = threading.RLock()
         self.changed = [threading.Condition(self.lock) for _ in range(world_size)]  # by rank
         self.closed: set[int] = set()
@@ -77,6 +84,7 @@ class InProcessWindow(BlockingWindow):
         """Copy and notify at once."""
         group = self._group
         with group.lock:
+            assert not {self.rank, peer} <= group.apart, f"a put to rank {peer}, to which is no way"
             self._require(peer, f"a put to rank {peer}")
             for data in bytes_of(source):
                 group.memories[peer][offset : offset + data.numel()].copy_(data)
@@ -112,7 +120,10 @@ class InProcessWindow(BlockingWindow):
         return self._group.events[self.rank]
 
     def _error(self, peer: int) -> str:
+        apart = self._group.apart
         closed = self._group.closed
+        if self.rank in apart:
+            closed = closed - (apart - {self.rank})
         if self.rank in closed:
             return THIS_PROCESS_CLOSED
         return PEER_CLOSED if peer in closed else ""

@@ -9,9 +9,11 @@ All of it is used on the control line's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from paceline.cluster.membership.ballots.voter import Voter
 from paceline.cluster.membership.control_line.frame_kinds import PROMISED, VOTE, supervisor_name
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.generation import Generation
@@ -38,7 +40,7 @@ class AcceptorLinks:
         generation: the first generation.
         acceptor: this machine as an acceptor, which `close` closes.
         witness: the witness, if `generation` names one.
-        answered: called on the line's thread with each answer to a request of this member.
+        voter: gets the answers to this member's requests.
     """
 
     def __init__(
@@ -46,16 +48,16 @@ class AcceptorLinks:
         generation: Generation,
         acceptor: MachineAcceptor,
         witness: Witness | None,
-        answered: Callable[[Answer], None],
+        voter: Voter,
     ) -> None:
         self._acceptor = acceptor
-        self._answered = answered
+        self._voter = voter
         self._line: ControlLine | None = None
         self._machine_of: dict[str, int] = {}  # of members and supervisors, earlier ones too
         self.know(generation)
         self._witness = None
         if witness is not None:
-            self._witness = WitnessThread(witness, self._post_answer)
+            self._witness = WitnessThread(witness, self)
 
     def connect(self, line: ControlLine) -> None:
         """Send through a control line from now on."""
@@ -94,7 +96,7 @@ class AcceptorLinks:
         reply = self._acceptor.answer(request)
         self.announce(request)
         if reply is not None:
-            self._post_answer(reply)
+            self.post_answer(reply)
 
     def reply(self, peer: str, body: Mapping[str, Any]) -> tuple[Request, Answer | None] | None:
         """Take a peer's message: answer a request by this machine's record.
@@ -104,7 +106,7 @@ class AcceptorLinks:
         """
         message = KINDS[body["kind"]].from_text(body["text"])
         if not isinstance(message, Prepare | Accept):
-            self._answered(message)
+            self._voter.answered(message)
             return None
         answer = self._acceptor.answer(message)
         if answer is not None:
@@ -128,6 +130,10 @@ class AcceptorLinks:
         for peer in peers & self.line.connected():
             self._send(peer, outcome)
 
+    def post_answer(self, answer: Answer) -> None:
+        """Let the voter take an answer on the line's thread; from any thread."""
+        self.line.post(partial(self._voter.answered, answer))
+
     def close(self) -> None:
         """End the witness's thread, and close the acceptor."""
         if self._witness is not None:
@@ -136,6 +142,3 @@ class AcceptorLinks:
 
     def _send(self, peer: str, message: Request | Answer) -> None:
         self.line.send(peer, VOTE, {"kind": type(message).__name__, "text": message.to_text()})
-
-    def _post_answer(self, answer: Answer) -> None:
-        self.line.post(lambda: self._answered(answer))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 
 from paceline.cluster.jitter import jitter
+from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
+from paceline.cluster.membership.ballots.voter import Voter
 from paceline.cluster.membership.control_line.line_thread import Timer
 from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.member_watch import MemberWatch
 from paceline.cluster.membership.voting.messages import Answer, Ballot, Request
 from paceline.cluster.membership.voting.proposer import Proposer, begin, expire, receive
-from paceline.cluster.membership.voting.successor import View
 
 _BALLOT_S = 1.0  # after which a ballot that hasn't decided is followed by another one
 _REFUSED_S = 0.05  # the same, at least, after a refusal
@@ -30,10 +31,9 @@ class Vote:
     Args:
         generation: the generation.
         member: the id of this member.
-        ask: sends a request to all acceptors.
-        view: returns what this member knows of the others.
-        call_later: runs a function on this thread after some seconds.
-        decided: called once with the outcome, if a ballot of this member decides it.
+        acceptors: get this member's requests.
+        watch: knows what this member knows of the others.
+        voter: gets the outcome once, if a ballot of this member decides it.
         promise_limit: seconds after which a quorum of promises suffices.
 
     Attributes:
@@ -46,20 +46,18 @@ class Vote:
         generation: Generation,
         member: str,
         *,
-        ask: Callable[[Request], None],
-        view: Callable[[], View],
-        call_later: Callable[[float, Callable[[], None]], Timer],
-        decided: Callable[[Generation], None],
+        acceptors: AcceptorLinks,
+        watch: MemberWatch,
+        voter: Voter,
         promise_limit: float,
     ) -> None:
         self.generation = generation
         self.began_at = time.monotonic()
         self._member = member
         self._promise_limit = promise_limit
-        self._ask = ask
-        self._view = view
-        self._decided = decided
-        self._call_later = call_later
+        self._acceptors = acceptors
+        self._watch = watch
+        self._voter = voter
         self._proposer: Proposer | None = None
         self._highest = 0
         self._timer: Timer | None = None
@@ -70,7 +68,7 @@ class Vote:
         if self._timer is not None:
             self._timer.cancel()
         if not self._over:
-            self._timer = self._call_later(seconds, self._propose)
+            self._timer = self._acceptors.line.call_later(seconds, self._propose)
 
     def receive(self, answer: Answer) -> None:
         """Take an acceptor's answer to a request of this member."""
@@ -94,8 +92,8 @@ class Vote:
         ballot = Ballot(self._highest, self._member)
         token = secrets.token_hex(_TOKEN_BYTES)
         self.propose_in(_BALLOT_S * jitter(1, 2))
-        self._proposer, request = begin(self.generation, ballot, self._view(), token=token)
-        self._ask(request)
+        self._proposer, request = begin(self.generation, ballot, self._watch.view, token=token)
+        self._acceptors.ask(request)
 
     def _is_accepting(self) -> bool:
         """Return whether a request to accept was sent just now, by `expire`."""
@@ -108,11 +106,11 @@ class Vote:
         if proposer.phase == "decided":
             self.end()
             assert proposer.value is not None
-            self._decided(proposer.value)
+            self._voter.decided(proposer.value)
         elif proposer.phase == "refused" and (before is None or before.phase != "refused"):
             assert proposer.highest is not None
             self._highest = max(self._highest, proposer.highest.number)
             # Proposers that paused equally long would refuse each other again.
             self.propose_in(jitter(_REFUSED_S, 6 * _REFUSED_S))
         elif request is not None:
-            self._ask(request)
+            self._acceptors.ask(request)

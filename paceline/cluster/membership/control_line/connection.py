@@ -17,15 +17,25 @@ _RTO_MAX_MS = 44
 
 
 class OpenSockets:
-    """Open sockets of one control line, which a forked child closes."""
+    """Open sockets of one control line, which a forked child closes.
 
-    def __init__(self) -> None:
+    Args:
+        tcp_timeout: seconds after which TCP ends a connection whose other machine doesn't answer.
+    """
+
+    def __init__(self, tcp_timeout: float) -> None:
+        self._tcp_timeout = tcp_timeout
         self._sockets: set[socket.socket] = set()
 
     def add(self, made: socket.socket) -> socket.socket:
         """Include a socket."""
         self._sockets.add(made)
         return made
+
+    def add_connection(self, made: socket.socket) -> None:
+        """Include a connection, and set its options."""
+        self.add(made)
+        tune(made, self._tcp_timeout)
 
     def close(self, used: socket.socket) -> None:
         """Close a socket."""

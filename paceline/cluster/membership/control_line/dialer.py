@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from typing import Protocol
 
 from paceline.cluster.jitter import jitter
 from paceline.cluster.membership.control_line.connection import OpenSockets
 from paceline.cluster.membership.control_line.greeters import Greeter
 from paceline.cluster.membership.control_line.line_thread import LineThread, Timer
 from paceline.comm.addresses import family_of
-from paceline.comm.handshake import BEATS, FRAMES, NO_SESSION, DialerGreeting
+from paceline.comm.handshake import BEATS, FRAMES, NO_SESSION, DialerGreeting, Identity
 
 _FIRST_S = 0.05  # between two attempts, at first
 # A link that comes back within the peer timeout must be used again before that ends.
 _LONGEST_S = 2.0  # and at most
+
+
+class DialerOwner(Protocol):
+    """Protocol of what gets a dialer's connections."""
+
+    def dialed(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
+        """Take both connections to a peer, on the line's thread."""
 
 
 class Dialer:
@@ -24,9 +31,9 @@ class Dialer:
         thread: the line's thread.
         sockets: the line's open sockets.
         where: the peer's address and port.
-        prepare: sets a connection's options.
-        greeting: makes the greeting of a connection, from its kind and session.
-        connected: called with the connections for frames and for beats.
+        identity: this process's.
+        peer: the peer's name.
+        owner: gets the connections.
     """
 
     def __init__(
@@ -34,16 +41,16 @@ class Dialer:
         thread: LineThread,
         sockets: OpenSockets,
         where: tuple[str, int],
-        prepare: Callable[[socket.socket], None],
-        greeting: Callable[[bytes, bytes], DialerGreeting],
-        connected: Callable[[socket.socket, socket.socket], None],
+        identity: Identity,
+        peer: str,
+        owner: DialerOwner,
     ) -> None:
         self._thread = thread
         self._sockets = sockets
         self._where = where
-        self._prepare = prepare
-        self._greeting = greeting
-        self._connected = connected
+        self._identity = identity
+        self._peer = peer
+        self._owner = owner
         self._frames: socket.socket | None = None  # authenticated, while that for beats is made
         self._greeter: Greeter | None = None
         self._timer: Timer | None = None
@@ -70,29 +77,8 @@ class Dialer:
             self._greeter.fail()
         self._drop_frames()
 
-    def _dial(self, kind: bytes, session: bytes) -> None:
-        address = self._where[0]
-        try:
-            connection = socket.socket(family_of(address), socket.SOCK_STREAM)
-        except OSError:  # no descriptor is free
-            self._fail()
-            return
-        self._sockets.add(connection)
-        self._prepare(connection)
-        try:
-            # Without waiting: the greeter learns whether it
-            # has connected once the socket can be written.
-            connection.connect(self._where)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._sockets.close(connection)
-            self._fail()
-            return
-        greeting = self._greeting(kind, session)
-        self._greeter = Greeter(self._thread, self._sockets, connection, greeting, self._ended)
-
-    def _ended(self, greeter: Greeter, connection: socket.socket | None) -> None:
+    def greeted(self, greeter: Greeter, connection: socket.socket | None) -> None:
+        """Take a connection after its greeting, and make that for beats after that for frames."""
         self._greeter = None
         if connection is None:
             self._fail()
@@ -104,7 +90,28 @@ class Dialer:
             self._frames = None
             assert frames is not None
             self._pause = _FIRST_S
-            self._connected(frames, connection)
+            self._owner.dialed(self._peer, frames, connection)
+
+    def _dial(self, kind: bytes, session: bytes) -> None:
+        address = self._where[0]
+        try:
+            connection = socket.socket(family_of(address), socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free
+            self._fail()
+            return
+        self._sockets.add_connection(connection)
+        try:
+            # Without waiting: the greeter learns whether it
+            # has connected once the socket can be written.
+            connection.connect(self._where)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._sockets.close(connection)
+            self._fail()
+            return
+        greeting = DialerGreeting(self._identity, self._peer, kind, session)
+        self._greeter = Greeter(self._thread, self._sockets, connection, greeting, self)
 
     def _fail(self) -> None:
         self._drop_frames()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from typing import Protocol
 
 from paceline.cluster.membership.control_line.connection import OpenSockets
 from paceline.cluster.membership.control_line.line_thread import READ, WRITE, LineThread
@@ -22,6 +22,26 @@ _ACCEPTED_AT_ONCE = 16
 _NO_DESCRIPTORS_S = 1.0  # without accepting, after the process ran out of descriptors
 
 
+class GreeterOwner(Protocol):
+    """Protocol of what gets the outcome of a greeting."""
+
+    def greeted(self, greeter: Greeter, connection: socket.socket | None) -> None:
+        """Take the connection after its greeting; None: there was none, and it is closed.
+
+        Called once, on the line's thread.
+        """
+
+
+class ListenerOwner(Protocol):
+    """Protocol of what gets a listener's connections; called on the line's thread."""
+
+    def greeting(self) -> Greeting:
+        """Make this side's greeting of a connection."""
+
+    def authenticated(self, connection: socket.socket, greeting: Greeting) -> None:
+        """Take a connection after its greeting."""
+
+
 class Greeter:
     """Connection whose greeting is under way.
 
@@ -30,8 +50,7 @@ class Greeter:
         sockets: the line's open sockets.
         connection: a connection that is open or, for a dialer, being made.
         greeting: this side's greeting.
-        ended: called once, on the line's thread: with the connection after the greeting; with None
-            if there was none, after the connection is closed.
+        owner: gets the outcome.
     """
 
     def __init__(
@@ -40,13 +59,13 @@ class Greeter:
         sockets: OpenSockets,
         connection: socket.socket,
         greeting: Greeting,
-        ended: Callable[[Greeter, socket.socket | None], None],
+        owner: GreeterOwner,
     ) -> None:
         self.greeting = greeting
         self._thread = thread
         self._sockets = sockets
         self._connection = connection
-        self._ended = ended
+        self._owner = owner
         self._timer = thread.call_later(GREETING_S, self.fail)
         if isinstance(greeting, DialerGreeting):
             thread.watch(connection, WRITE, self._on_connected)
@@ -57,7 +76,7 @@ class Greeter:
         """Close the connection."""
         self._leave_thread()
         self._sockets.close(self._connection)
-        self._ended(self, None)
+        self._owner.greeted(self, None)
 
     def _on_connected(self, _: int) -> None:
         assert isinstance(self.greeting, DialerGreeting)
@@ -75,7 +94,7 @@ class Greeter:
             return
         if ended:
             self._leave_thread()
-            self._ended(self, self._connection)
+            self._owner.greeted(self, self._connection)
 
     def _leave_thread(self) -> None:
         self._timer.cancel()
@@ -91,9 +110,7 @@ class Listener:
         thread: the line's thread.
         sockets: the line's open sockets.
         server: the listening socket.
-        prepare: sets a connection's options.
-        greeting: makes this side's greeting of a connection.
-        authenticated: called with a connection and its greeting, on the line's thread.
+        owner: makes the greetings, and gets the connections.
     """
 
     def __init__(
@@ -101,22 +118,24 @@ class Listener:
         thread: LineThread,
         sockets: OpenSockets,
         server: socket.socket,
-        prepare: Callable[[socket.socket], None],
-        greeting: Callable[[], Greeting],
-        authenticated: Callable[[socket.socket, Greeting], None],
+        owner: ListenerOwner,
     ) -> None:
         self._thread = thread
         self._sockets = sockets
         self._server = server
-        self._prepare = prepare
-        self._greeting = greeting
-        self._authenticated = authenticated
+        self._owner = owner
         self._greeters: dict[Greeter, str] = {}  # in order of age, with the dialers' addresses
         thread.watch(server, READ, self._accept)
 
     def __len__(self) -> int:
         """Count the unauthenticated connections."""
         return len(self._greeters)
+
+    def greeted(self, greeter: Greeter, connection: socket.socket | None) -> None:
+        """Pass a connection on after its greeting."""
+        del self._greeters[greeter]
+        if connection is not None:
+            self._owner.authenticated(connection, greeter.greeting)
 
     def _accept(self, _: int = READ) -> None:
         for _turn in range(_ACCEPTED_AT_ONCE):
@@ -129,19 +148,12 @@ class Listener:
                 self._thread.unwatch(self._server)
                 self._thread.call_later(_NO_DESCRIPTORS_S, self._resume)
                 return
-            self._sockets.add(connection)
-            self._prepare(connection)
-            greeter = Greeter(
-                self._thread, self._sockets, connection, self._greeting(), self._ended
-            )
+            self._sockets.add_connection(connection)
+            greeting = self._owner.greeting()
+            greeter = Greeter(self._thread, self._sockets, connection, greeting, self)
             self._greeters[greeter] = address
             if len(self._greeters) > MAX_UNAUTHENTICATED:
                 first_to_drop(self._greeters).fail()
 
     def _resume(self) -> None:
         self._thread.watch(self._server, READ, self._accept)
-
-    def _ended(self, greeter: Greeter, connection: socket.socket | None) -> None:
-        del self._greeters[greeter]
-        if connection is not None:
-            self._authenticated(connection, greeter.greeting)

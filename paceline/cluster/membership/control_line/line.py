@@ -26,7 +26,6 @@ from paceline.cluster.membership.control_line.connection import (
     OpenSockets,
     listen,
     reason_of,
-    tune,
 )
 from paceline.cluster.membership.control_line.dialer import Dialer
 from paceline.cluster.membership.control_line.frames import JSON, Frame
@@ -38,7 +37,6 @@ from paceline.comm.handshake import (
     FRAMES,
     GREETING_S,
     MAX_NAME,
-    DialerGreeting,
     Greeting,
     Identity,
     ListenerGreeting,
@@ -100,8 +98,7 @@ class ControlLine:
         self._me = Identity(name=name, secret=secret)
         self._handler = handler
         self._max_bulk = max_bulk
-        self._prepare = partial(tune, timeout=tcp_timeout)
-        self._sockets = OpenSockets()
+        self._sockets = OpenSockets(tcp_timeout)
         server = listen(address)
         self._sockets.add(server)
         self.port: int = server.getsockname()[1]
@@ -113,11 +110,9 @@ class ControlLine:
         self._accepted: dict[str, tuple[socket.socket, bytes, Timer]] = {}  # still without beats
         self._forgotten: set[str] = set()
         self._beats = Beats(beat_seconds)
-        self._thread = LineThread(self._end)
+        self._thread = LineThread(self)
         self._thread.watch(self._beats.event, READ, self._on_beats)
-        self._listener = Listener(
-            self._thread, self._sockets, server, self._prepare, self._greeting, self._authenticated
-        )
+        self._listener = Listener(self._thread, self._sockets, server, self)
         close_in_children(self, _close_inherited)
         self._thread.start()
 
@@ -221,30 +216,22 @@ class ControlLine:
             self.post(partial(self._stop, time.monotonic() + _FLUSH_S))
         self._thread.join()
 
-    def _dial(self, peer: str, where: tuple[str, int]) -> None:
-        if peer in self._forgotten or self._closed:
-            return
-        if (old := self._dialers.pop(peer, None)) is not None:
-            old.close()
+    def close_inherited(self) -> None:
+        """Close the descriptors that a forked child has inherited; take no lock, send nothing."""
+        self._closed = True
+        self._links = {}
+        self._sockets.close_all()
+        self._beats.close_descriptors()
+        self._thread.close_in_child()
 
-        def connected(frames: socket.socket, beats: socket.socket) -> None:
-            self._open(peer, frames, beats)
+    # Calls of its parts, on the line's thread.
 
-        self._dialers[peer] = Dialer(
-            self._thread,
-            self._sockets,
-            where,
-            self._prepare,
-            partial(DialerGreeting, self._me, peer),
-            connected,
-        )
-        if peer not in self._links:
-            self._dialers[peer].dial()
+    def greeting(self) -> Greeting:
+        """Make the greeting of a connection that a peer has dialed."""
+        return ListenerGreeting(self._me, self)
 
-    def _greeting(self) -> Greeting:
-        return ListenerGreeting(self._me, self._accepts)
-
-    def _accepts(self, greeting: Greeting) -> bool:
+    def accepts(self, greeting: Greeting) -> bool:
+        """Return whether the connection of a peer that has dialed is wanted."""
         peer = greeting.peer
         # Of two peers one dials, so that they have one
         # link: no peer that this side dials may dial it.
@@ -253,7 +240,8 @@ class ControlLine:
         accepted = self._accepted.get(peer)
         return greeting.kind == FRAMES or (accepted is not None and accepted[1] == greeting.session)
 
-    def _authenticated(self, connection: socket.socket, greeting: Greeting) -> None:
+    def authenticated(self, connection: socket.socket, greeting: Greeting) -> None:
+        """Take a connection of a peer that dialed: that for frames, or that for beats after it."""
         peer = greeting.peer
         if greeting.kind != FRAMES:
             frames, _, timer = self._accepted.pop(peer)
@@ -266,6 +254,41 @@ class ControlLine:
         if peer in self._links:
             self._close_link(self._links[peer], "it connected anew")
 
+    def dialed(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
+        """Take the connections to a peer that this side dialed."""
+        self._open(peer, frames, beats)
+
+    def link_received(self, link: Link, frame: Frame) -> None:
+        """Pass a frame on to the handler."""
+        self._handler.received(link.peer_name, frame.kind, frame.body, frame.bulk)
+
+    def link_ended(self, link: Link, reason: str) -> None:
+        """Close a peer's connections: that for frames has ended."""
+        self._close_link(link, reason)
+
+    def thread_ended(self) -> None:
+        """Close everything."""
+        with self._changed:
+            self._closed = True
+            links = list(self._links.values())
+            self._links.clear()
+            self._changed.notify_all()
+        for link in links:
+            link.open = False
+            with suppress(OSError):
+                link.connection.shutdown(socket.SHUT_RDWR)
+        self._sockets.close_all()
+        self._beats.close()
+
+    def _dial(self, peer: str, where: tuple[str, int]) -> None:
+        if peer in self._forgotten or self._closed:
+            return
+        if (old := self._dialers.pop(peer, None)) is not None:
+            old.close()
+        self._dialers[peer] = Dialer(self._thread, self._sockets, where, self._me, peer, self)
+        if peer not in self._links:
+            self._dialers[peer].dial()
+
     def _drop_accepted(self, peer: str) -> None:
         if peer in self._accepted:
             connection, _, timer = self._accepted.pop(peer)
@@ -274,16 +297,11 @@ class ControlLine:
 
     def _open(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
         row = self._beats.add(self._sockets.hand_over(beats))
-        link = Link(
-            peer, self._thread, frames, row, self._max_bulk, self._received, self._close_link
-        )
+        link = Link(peer, self._thread, frames, row, self._max_bulk, self)
         with self._changed:
             self._links[peer] = link
             self._changed.notify_all()
         self._handler.opened(peer)
-
-    def _received(self, link: Link, frame: Frame) -> None:
-        self._handler.received(link.peer_name, frame.kind, frame.body, frame.bulk)
 
     def _on_beats(self, _: int) -> None:
         """Close, in a moment, the peers whose connection for beats has ended.
@@ -331,28 +349,6 @@ class ControlLine:
             self.call_later(0.01, partial(self._stop, deadline))
         else:
             self._thread.stop()
-
-    def _end(self) -> None:
-        """Close everything: the last call on the line's thread, also after an exception."""
-        with self._changed:
-            self._closed = True
-            links = list(self._links.values())
-            self._links.clear()
-            self._changed.notify_all()
-        for link in links:
-            link.open = False
-            with suppress(OSError):
-                link.connection.shutdown(socket.SHUT_RDWR)
-        self._sockets.close_all()
-        self._beats.close()
-
-    def close_inherited(self) -> None:
-        """Close the descriptors that a forked child has inherited; take no lock, send nothing."""
-        self._closed = True
-        self._links = {}
-        self._sockets.close_all()
-        self._beats.close_descriptors()
-        self._thread.close_in_child()
 
 
 def _close_inherited(line: ControlLine) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -36,15 +37,22 @@ class Timer:
             function()
 
 
+class LineThreadOwner(Protocol):
+    """Protocol of what learns that a line's thread ends."""
+
+    def thread_ended(self) -> None:
+        """Release what the thread used: the last call on it, also after an exception."""
+
+
 class LineThread:
     """Event loop with a thread of its own; an exception of a callback ends it.
 
     Args:
-        end: called last, on the thread.
+        owner: learns that the thread ends.
     """
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self, owner: LineThreadOwner) -> None:
+        self._owner = owner
         self._selector = selectors.DefaultSelector()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._event, READ, self._clear_event)
@@ -132,7 +140,7 @@ class LineThread:
                         key.data(events)
                 self._make_calls()
         finally:
-            self._end()
+            self._owner.thread_ended()
             with self._lock:
                 self._ended = True
                 os.close(self._event)

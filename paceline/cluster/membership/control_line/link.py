@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from paceline.cluster.membership.control_line.connection import PEER_CLOSED, reason_of
 from paceline.cluster.membership.control_line.frames import (
@@ -20,6 +21,16 @@ _TURN = 2**20  # bytes that one connection sends before others have their turn
 _READ = 2**18
 
 
+class LinkOwner(Protocol):
+    """Protocol of what gets a link's events, on the line's thread."""
+
+    def link_received(self, link: Link, frame: Frame) -> None:
+        """Take a frame."""
+
+    def link_ended(self, link: Link, reason: str) -> None:
+        """Handle the connection's end."""
+
+
 class Link:
     """Link to one peer: the connection for frames, and the row of that for beats.
 
@@ -29,8 +40,7 @@ class Link:
         connection: the connection for frames, authenticated.
         row: the row of the connection for beats.
         max_bulk: the bulk bytes that are queued, or received in one frame, at most.
-        received: called with each frame, on the line's thread.
-        ended: called with the reason when the connection ends, on the line's thread.
+        owner: gets the link's events.
     """
 
     def __init__(
@@ -40,16 +50,14 @@ class Link:
         connection: socket.socket,
         row: int,
         max_bulk: int,
-        received: Callable[[Link, Frame], None],
-        ended: Callable[[Link, str], None],
+        owner: LinkOwner,
     ) -> None:
         self.peer_name = peer_name
         self.connection = connection
         self.row = row
         self.open = True  # written by the line's thread
         self._thread = thread
-        self._received = received
-        self._ended = ended
+        self._owner = owner
         self._outbox = Outbox(max_bulk)
         self._reader = FrameReader(max_bulk)
         self._buffer = memoryview(bytearray(_READ))
@@ -85,17 +93,17 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            self._ended(self, reason_of(error))
+            self._owner.link_ended(self, reason_of(error))
             return
         except InvalidFrame as error:
-            self._ended(self, f"it sent bytes that are no frames: {error}")
+            self._owner.link_ended(self, f"it sent bytes that are no frames: {error}")
             return
         for frame in frames:
             if self.open:
-                self._received(self, frame)
+                self._owner.link_received(self, frame)
         # After the frames: a peer that closes its connection has sent its reason just before.
         if not size and self.open:
-            self._ended(self, PEER_CLOSED)
+            self._owner.link_ended(self, PEER_CLOSED)
 
     def _flush(self) -> None:
         """Send until the socket is full, nothing is left, or others have their turn."""
@@ -115,7 +123,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._ended(self, reason_of(error))
+            self._owner.link_ended(self, reason_of(error))
         if self.open:
             self._thread.watch(self.connection, READ | WRITE, self._on_ready)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 from paceline.cluster.membership.leases.lease import BEAT_S
 from paceline.cluster.stores.store_spec import STORE_ERRORS
@@ -11,23 +11,29 @@ from paceline.cluster.stores.store_spec import STORE_ERRORS
 _CLOSE_S = 2.0
 
 
+class RenewedLease(Protocol):
+    """Protocol of a lease that a heartbeat renews."""
+
+    def beat(self, count: int) -> None:
+        """Advance the lease to a number."""
+
+    def beat_failed(self, error: Exception) -> None:
+        """Handle the first of several consecutive failures, in the heartbeat's thread."""
+
+
 class Heartbeat:
     """Heartbeat thread: calls `beat(1)`, `beat(2)`, … every half second until it is closed.
 
-    A failed call is repeated: the loss of the store doesn't end the run. Of several consecutive
-    failures, only the first is reported.
+    A failed call is repeated: the loss of the store doesn't end the run.
 
     Args:
-        beat: advances the lease to the given number. The constructor makes the first call itself,
-            in the caller's thread.
-        report: called with a failure, in the heartbeat's thread.
+        lease: what is renewed. The constructor makes the first call itself, in the caller's thread.
     """
 
-    def __init__(self, beat: Callable[[int], None], report: Callable[[Exception], None]) -> None:
-        self._beat = beat
-        self._report = report
+    def __init__(self, lease: RenewedLease) -> None:
+        self._lease = lease
         self._end = threading.Event()
-        beat(1)
+        lease.beat(1)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -42,9 +48,9 @@ class Heartbeat:
         while not self._end.wait(BEAT_S):
             count += 1
             try:
-                self._beat(count)
+                self._lease.beat(count)
                 failing = False
             except STORE_ERRORS as error:
                 if not failing:
-                    self._report(error)
+                    self._lease.beat_failed(error)
                 failing = True

@@ -139,15 +139,3 @@ def acknowledge(
         return record, True
     others = tuple(one for one in record.holdings if one.member != member)
     return replace(record, holdings=(*others, holdings)), True
-
-
-def learn(record: MachineRecord, generation: Generation, value: Generation) -> MachineRecord:
-    """Record an outcome: from now on, the machine votes on the successor of `value`.
-
-    Args:
-        record: the machine's record.
-        generation: the generation that was voted upon.
-        value: its successor, or a later descendant.
-    """
-    assert value.descends_from(generation.id)
-    return record.in_generation(value)

@@ -15,13 +15,8 @@ from paceline.cluster.supervision.requests.run_socket import RunSocket
 from paceline.cluster.supervision.requests.run_status import RunStatus
 
 
-def stop_this_process() -> None:
-    """End this process, and with it the run, as SIGTERM does."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 class RunPresence:
-    """Presence of this process in a run, until `close`.
+    """Presence of this process in a run, until `close`; it answers the requests of the run's user.
 
     Args:
         run: the run's folder, which exists.
@@ -29,7 +24,6 @@ class RunPresence:
         role: what the process is.
         machine: its machine's number.
         report: returns the run's status at once; called in another thread.
-        stop: begins to end the run on all machines; called in another thread.
 
     Raises:
         PacelineError: the folder can't be written.
@@ -43,10 +37,10 @@ class RunPresence:
         role: Literal["worker", "server", "supervisor"],
         machine: int,
         report: Callable[[], RunStatus],
-        stop: Callable[[], None] = stop_this_process,
     ) -> None:
         self._run = run
-        self._socket = RunSocket(stop=stop, report=report)
+        self._report = report
+        self._socket = RunSocket(self)
         self._record = MemberRecord(
             id=id,
             role=role,
@@ -61,18 +55,17 @@ class RunPresence:
             raise
 
     @classmethod
-    def of_member(
-        cls,
-        run: Path,
-        member: Member,
-        *,
-        report: Callable[[], RunStatus],
-        stop: Callable[[], None] = stop_this_process,
-    ) -> Self:
+    def of_member(cls, run: Path, member: Member, *, report: Callable[[], RunStatus]) -> Self:
         """Make a member present; the arguments are those of the class."""
-        return cls(
-            run, id=member.id, role=member.role, machine=member.machine, report=report, stop=stop
-        )
+        return cls(run, id=member.id, role=member.role, machine=member.machine, report=report)
+
+    def stop(self) -> None:
+        """End this process, and with it the run on all machines, as SIGTERM does."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def status(self) -> RunStatus:
+        """Return the run's status."""
+        return self._report()
 
     def close(self) -> None:
         """Remove the record, and close the socket."""

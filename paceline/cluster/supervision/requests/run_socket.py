@@ -17,10 +17,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.supervision.requests.run_status import RunStatus
@@ -55,21 +54,28 @@ class Answer(JsonRecord):
     status: str = ""
 
 
+class RequestHandler(Protocol):
+    """Protocol of what obeys requests, in the socket's thread."""
+
+    def stop(self) -> None:
+        """Begin to end the run as SIGTERM would, and return at once."""
+
+    def status(self) -> RunStatus:
+        """Return the run's status at once, without waiting for the main thread."""
+
+
 class RunSocket:
     """Socket with a thread that answers requests.
 
     Args:
-        stop: called in the thread; begins to end the run as SIGTERM would, and returns at once.
-        report: called in the thread; returns the run's status at once, without waiting for the
-            main thread.
+        handler: obeys them.
 
     Attributes:
         name: the socket's name, without the zero byte that makes it abstract.
     """
 
-    def __init__(self, *, stop: Callable[[], None], report: Callable[[], RunStatus]) -> None:
-        self._stop = stop
-        self._report = report
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
         self.name = f"paceline-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
@@ -113,13 +119,13 @@ class RunSocket:
             send_all(client, answer.to_text().encode(), deadline)
         finally:
             if stops:  # the process may end at once, and its answer is on the way by now
-                self._stop()
+                self._handler.stop()
 
     def _obey(self, request: Request) -> Answer:
         if request.kind == "stop":
             return Answer()
         if request.kind == "status":
-            return Answer(status=self._report().to_text())
+            return Answer(status=self._handler.status().to_text())
         return Answer(error=f"there is no request {request.kind!r}: use the run's own version.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.comm.window import Source, Window, WindowWrapper, bytes_of
-from paceline.recorder import Recorder
+from paceline.timeline.timeline import Timeline
 
 
 class TracedWindow(WindowWrapper):
@@ -12,15 +12,15 @@ class TracedWindow(WindowWrapper):
     Args:
         window: the window to wrap.
         number: the number of this window among the process's windows, as spans record it.
-        recorder: receives spans `put` and `wait for rank` (with peer, notification and value), and
+        timeline: receives spans `put` and `wait for rank` (with peer, notification and value), and
             spans `flush` and `wait for notification`.
     """
 
-    def __init__(self, window: Window, number: int, recorder: Recorder) -> None:
+    def __init__(self, window: Window, number: int, timeline: Timeline) -> None:
         super().__init__(window)
         self.close = window.close
         self._number = number
-        self._recorder = recorder
+        self._timeline = timeline
 
     def put(
         self,
@@ -34,7 +34,7 @@ class TracedWindow(WindowWrapper):
         """Start a put."""
         size = sum(part.numel() for part in bytes_of(source))
         fields = {"peer": peer, "notification": notification, "value": value, "bytes": size}
-        with self._recorder.span("put", window=self._number, priority=priority, **fields):
+        with self._timeline.span("put", window=self._number, priority=priority, **fields):
             self._window.put(peer, offset, source, notification, value, priority)
 
     def wait(
@@ -42,15 +42,15 @@ class TracedWindow(WindowWrapper):
     ) -> None:
         """Wait for a notification."""
         fields = {"peer": peer, "notification": notification, "value": value}
-        with self._recorder.span("wait for rank", window=self._number, **fields):
+        with self._timeline.span("wait for rank", window=self._number, **fields):
             self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
     def wait_for_event(self, seen: int, limit: float) -> int:
         """Wait for any notification."""
-        with self._recorder.span("wait for notification"):
+        with self._timeline.span("wait for notification"):
             return self._window.wait_for_event(seen, limit)
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Wait until puts have been sent."""
-        with self._recorder.span("flush", peer=peer):
+        with self._timeline.span("flush", peer=peer):
             self._window.flush(peer, limit=limit, operation=operation)

@@ -1,0 +1,191 @@
+"""A worker's optimizer where servers update: they have its state, and get its hyperparameters.
+
+Each worker gives the servers a part of the state when parameters are bound or a state is loaded,
+and fetches that part for snapshots and checkpoints. Parameters and hyperparameters count as worker
+0 has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.algorithms.served.records import (
+    Kind,
+    StepRecord,
+    content_of,
+    place,
+    ranges_within,
+    shard_bounds,
+    to_message,
+    worker_bounds,
+)
+from paceline.errors import ConfigError
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.messages import Messages
+from paceline.reduce.rank_state import Ranges, append_ranges
+from paceline.update.divided_optimizer import DividedOptimizer, Division, cut_state, flat_of
+from paceline.update.parameter_writes import ParameterWrites
+from paceline.update.updater import StepHyperparameters
+
+SERVED = Division(
+    flag="{--sync} server",
+    argument="sync='server'",
+    where="the servers own",
+    other_flag="{--sync} notified",
+    other_argument="sync='notified'",
+)
+_STATE = "the exchange of the optimizer's state with the servers"
+_RECORD = "a step's record to the servers"
+
+
+class ServedOptimizer(DividedOptimizer):
+    """A worker's optimizer, whose state the servers have.
+
+    Args:
+        optimizer: the user's optimizer, whose class and hyperparameters the servers use.
+        buckets: all buckets.
+
+    Raises:
+        ConfigError: as `DividedOptimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+        super().__init__(optimizer, buckets, SERVED)
+        self._places = {
+            place(bucket.index, index): (name, p)
+            for bucket in buckets
+            for index, (name, p) in enumerate(zip(bucket.names, bucket.parameters, strict=True))
+        }
+        self._writes = ParameterWrites(buckets)
+        self._messages: Messages | None = None
+
+    def connect(self, messages: Messages) -> None:
+        """Give the servers the optimizer's present state, each worker a part of it.
+
+        Raises:
+            CommError: a server was lost, or silent; so do all methods that send messages.
+        """
+        self._messages = messages
+        self.divide_state()
+
+    @property
+    def counts(self) -> bool:
+        """Whether parameters and gradients count as this worker has them."""
+        return self._connected.rank == self._connected.layout.topology.contributors[0]
+
+    def let_return(
+        self,
+        version: int,
+        step: StepHyperparameters | None,
+        behind: Sequence[Bucket] = (),
+        *,
+        pulls: bool = False,
+    ) -> None:
+        """Let the servers return a version's sums, or the parameters that they update by them.
+
+        Args:
+            version: of all buckets.
+            step: the hyperparameters; None: there is no update.
+            behind: buckets whose newest parameters this worker hasn't.
+            pulls: the parameters return without an update; otherwise the sums do.
+
+        Raises:
+            ConfigError: a parameter of these was written, which newer updates would undo.
+        """
+        if not self.counts:
+            return
+        record = StepRecord(
+            version=version,
+            optimizer=type(self._optimizer).__name__,
+            param_groups=tuple(bucket.param_group for bucket in self._buckets),
+            hyperparameters=step,
+            pulls=pulls,
+        )
+        written = self._writes.written() if step is not None or pulls else []
+        for bucket in written:
+            if bucket in behind:
+                raise ConfigError(
+                    f"{bucket.names[0]}, or another parameter of its bucket, was written while "
+                    "updates were still pending: with staleness > 0, call settle() before you "
+                    "write parameters; asynchronous workers must not write them."
+                )
+            self._writes.note(bucket)
+        for server in self._servers:
+            if written:
+                values = to_message(Kind.VALUES, self._values(written, server))
+                self._connected.send(server, values, "new parameters to the servers")
+            self._connected.send(server, record.to_message(), _RECORD)
+
+    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
+        """Copy updated parameters of a unit into the model; raises as `DividedOptimizer`."""
+        super().install(unit, values)
+        if self.counts:
+            for bucket in unit:
+                self._writes.note(bucket)
+
+    def local(self) -> Ranges:
+        """Fetch this worker's part of the state after the same update as all other workers."""
+        request = to_message(Kind.FETCH, self.update_count)
+        for server in self._servers:
+            self._connected.send(server, request, _STATE)
+        fetched: dict[str, tuple[int, int, Any]] = {}
+        for server in self._servers:  # in the order of their shards
+            append_ranges(fetched, content_of(self._connected.receive(server, _STATE)))
+        return {self._places[where][0]: entry for where, entry in fetched.items()}
+
+    def restore_local(self, saved: Ranges) -> bool:
+        """Give the servers what `local` returned, if this worker has the same part."""
+        bounds = {self._places[where][0]: both for where, both in self._bounds.items()}
+        if bounds != {name: entry[:2] for name, entry in saved.items()}:
+            return False
+        self._give({where: saved[self._places[where][0]] for where in self._bounds})
+        return True
+
+    def _take(self, state: Mapping[Tensor, Any]) -> None:
+        part = {}
+        for where, (start, stop) in self._bounds.items():
+            _, p = self._places[where]
+            part[where] = start, stop, cut_state(state.get(p, {}), p, start, stop)
+        self._give(part)
+
+    def _give(self, part: Ranges) -> None:
+        """Give the servers this worker's part of the state; return once they have taken it."""
+        layout = self._connected.layout
+        for server in self._servers:
+            within = ranges_within(part, shard_bounds(layout, server))
+            self._connected.send(server, to_message(Kind.STATE, within), _STATE)
+        for server in self._servers:
+            self._connected.wait_handled(server, _STATE)
+
+    def _values(self, written: Sequence[Bucket], server: int) -> dict[int, Tensor]:
+        """Return a server's shards of the parameters of some buckets, by bucket."""
+        bounds = shard_bounds(self._connected.layout, server)
+        shards = {}
+        for bucket in written:
+            pieces = [
+                flat_of(p)[slice(*bounds[where])]
+                for index, p in enumerate(bucket.parameters)
+                if (where := place(bucket.index, index)) in bounds
+            ]
+            if pieces:
+                shards[bucket.index] = torch.cat(pieces).cpu()
+        return shards
+
+    @property
+    def _connected(self) -> Messages:
+        assert self._messages is not None
+        return self._messages
+
+    @property
+    def _servers(self) -> Sequence[int]:
+        return self._connected.layout.topology.owners
+
+    @property
+    def _bounds(self) -> Mapping[str, tuple[int, int]]:
+        """The part of the state that this worker fetches and gives."""
+        return worker_bounds(self._connected.layout, self._connected.rank)

@@ -1,0 +1,78 @@
+"""`Server`: what `sync=` takes for parameter servers, and its short form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from paceline.config.rules import whole
+from paceline.errors import ConfigError
+
+ARGUMENTS = {"num_servers": "servers", "staleness": "staleness"}
+"""Names of the flags in a script: fields of `Server`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Parameter servers: they own the parameters, and update them by the workers' gradients.
+
+    Args:
+        staleness: by how many steps the parameters that a worker reads may be behind. 0:
+            synchronous, equal to one process.
+        servers: the number of servers; None: as many as `paceline launch --num_servers` starts, or
+            one that `paceline serve` starts.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    staleness: int = 0
+    servers: int | None = None
+
+    def __post_init__(self) -> None:
+        with _errors_name_arguments():
+            whole("staleness", self.staleness, 0)
+            if self.staleness > 0:
+                raise ConfigError(
+                    flag="staleness",
+                    value=self.staleness,
+                    rule="this version has synchronous parameter servers only",
+                    remedy="use 0, or leave it out",
+                )
+            if self.servers is not None:
+                whole("num_servers", self.servers, 1)
+
+
+def parse_server(sync: str) -> Server | None:
+    """Return the `Server` of a short form, such as "server" or "server:servers=2".
+
+    None: `sync` is the name of another exchange.
+
+    Raises:
+        ConfigError: there is no such option, or a value breaks its rule.
+    """
+    name, colon, text = sync.partition(":")
+    if name != "server":
+        return None
+    known = [field.name for field in fields(Server)]
+    values: dict[str, int] = {}
+    for item in text.split(",") if colon else ():
+        option, _, word = (part.strip() for part in item.partition("="))
+        if option not in known or option in values or not word.isdecimal():
+            raise ConfigError(
+                f"sync={sync!r}: {item!r} must be an option with a whole number, such as "
+                f"servers=2, given once; the options are {', '.join(known)}."
+            )
+        values[option] = int(word)
+    return Server(**values)
+
+
+@contextmanager
+def _errors_name_arguments() -> Iterator[None]:
+    """Let errors that leave the block name options as arguments of `Server`."""
+    try:
+        yield
+    except ConfigError as error:
+        error.name_of = lambda option: ARGUMENTS.get(option, option)
+        raise

@@ -1,0 +1,67 @@
+"""Checks of the options of an exchange against the processes and devices of a run."""
+
+from __future__ import annotations
+
+from paceline.config.world import SyncConfig
+from paceline.errors import ConfigError, Message
+
+
+def refuse_gpu(config: SyncConfig) -> None:
+    """Refuse options for which no method exchanges what is in a GPU's memory.
+
+    Args:
+        config: the options.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    if config.sync == "server":
+        raise ConfigError(
+            Message(
+                "{--sync} server supports CPUs only, but this run uses GPUs; use {--sync} notified "
+                "or allreduce, or CPUs with {--use_cpu}."
+            )
+        )
+    if config.update == "sharded":
+        raise ConfigError(
+            Message(
+                "{--update} sharded supports CPUs only, but this run uses GPUs; use {--update} "
+                "replicated, or CPUs with {--use_cpu}."
+            )
+        )
+    if config.shares == "measured":
+        raise ConfigError(
+            Message(
+                "{--shares} measured supports CPUs only, because GPUs' waits aren't measured; "
+                "leave out {--shares}, or use CPUs with {--use_cpu}."
+            )
+        )
+    if config.put_options and config.sync not in ("notified", "average"):
+        flag = config.put_options[0]
+        raise ConfigError(
+            Message(
+                f"{{--{flag}}} {{}} needs {{--sync}} notified, which {{--sync}} {{}} does not try "
+                f"on GPUs; set {{--sync}} notified, or leave out {{--{flag}}}.",
+                getattr(config, flag),
+                config.sync,
+            )
+        )
+
+
+def check_shares(config: SyncConfig, workers: int) -> None:
+    """Refuse shares by measured speed where there is one worker.
+
+    Args:
+        config: the options.
+        workers: number of workers of the run.
+
+    Raises:
+        ConfigError: there is only one.
+    """
+    if config.shares == "measured" and workers == 1:
+        raise ConfigError(
+            flag="shares",
+            value=config.shares,
+            rule="there is only one worker, which trains the whole batch",
+            remedy=Message("start several workers, or leave out {--shares}"),
+        )
