@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -181,23 +181,30 @@ class OwnedShards:
         }
 
     @torch.no_grad()
-    def restore(self, ranges: Ranges) -> None:
-        """Take copies of ranges of the state; each lies in one fragment, or is all of it."""
+    def restore(self, parts: Sequence[Ranges]) -> None:
+        """Take copies of parts of the state, whose ranges lie in one fragment each, or are all."""
         for fragment in self.each():
-            if fragment.name not in ranges:
+            given = [part[fragment.name] for part in parts if fragment.name in part]
+            if not given:
                 continue
-            start, stop, entries = ranges[fragment.name]
-            first = fragment.range.start
             own = self.state[fragment.values]
-            for name in own.keys() - entries.keys():
+            for name in own.keys() - {name for *_, entries in given for name in entries}:
                 del own[name]
-            for name, value in entries.items():
-                if not divided(value):
-                    own[name] = copy_state(value)
-                    continue
-                if name not in own:
-                    own[name] = value.new_zeros(fragment.values.shape)
-                own[name][start - first : stop - first] = value
+            for start, stop, entries in given:
+                self._restore_range(fragment, start, stop, entries)
+
+    def _restore_range(
+        self, fragment: Fragment, start: int, stop: int, entries: Mapping[str, Any]
+    ) -> None:
+        first = fragment.range.start
+        own = self.state[fragment.values]
+        for name, value in entries.items():
+            if not divided(value):
+                own[name] = copy_state(value)
+                continue
+            if name not in own:
+                own[name] = value.new_zeros(fragment.values.shape)
+            own[name][start - first : stop - first] = value
 
     def each(self) -> Iterator[Fragment]:
         """Yield all fragments."""

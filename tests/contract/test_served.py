@@ -250,6 +250,40 @@ def test_a_worker_that_asks_late_gets_the_state_before_the_others_update() -> No
     on_workers(work, Served(2))
 
 
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_a_worker_that_restores_its_part_late_leaves_the_others_alone(make_optimizer: Any) -> None:
+    def work(rank: Rank, *, restores: bool) -> Any:
+        rank.train(0)
+        rank.train(1)
+        rank.replica.settle()
+        state = rank.replica._binding.state
+        saved = copy.deepcopy(dict(state.local(in_step=False)))
+        # As where members restore a snapshot: the new servers first get the state of a new
+        # optimizer, which has no entries.
+        empty = {name: (*entry[:2], {}) for name, entry in saved["optimizer"].items()}
+        rank.communicator.all_reduce(torch.zeros(1)).wait("all parts")
+        if restores:
+            first = rank.communicator.rank == 0
+            if not first:
+                assert restored.wait(LIMIT)
+            assert state.restore_local({**saved, "optimizer": empty})
+            assert state.restore_local(saved)
+            assert same(entries_of(state.local()["optimizer"]), entries_of(saved["optimizer"]))
+            if first:
+                restored.set()
+        rank.train(2)
+        return rank.state()
+
+    restored = threading.Event()
+    undisturbed, _ = on_workers(
+        lambda rank: work(rank, restores=False), Served(1), make_optimizer=make_optimizer
+    )
+    found, _ = on_workers(
+        lambda rank: work(rank, restores=True), Served(1), make_optimizer=make_optimizer
+    )
+    assert same(found["optimizer"], undisturbed["optimizer"])
+
+
 def test_an_optimizer_whose_update_cannot_be_cut_is_refused() -> None:
     def work(c: Communicator) -> None:
         with pytest.raises(ConfigError, match="server does not support Adafactor"):

@@ -49,11 +49,11 @@ class _StateCopy:
     """Copy of the optimizer's state of this server's shards, between two updates.
 
     Attributes:
-        state: the state.
+        parts: the state, by the worker that fetches it.
         fetches: how often each worker has fetched its part.
     """
 
-    state: Ranges
+    parts: dict[int, Ranges]
     fetches: dict[int, int]
 
 
@@ -101,6 +101,7 @@ class ParameterServer:
         self._values: dict[int, Tensor] = {}  # new parameters of the next version, by bucket
         self._updates = 0  # that records have let begin
         self._copies: dict[int, _StateCopy] = {}  # by the number of updates
+        self._given: dict[int, Ranges] = {}  # by worker, its part of the next update's state
 
     def _add_shards(self) -> None:
         for bucket in self._buckets:
@@ -159,20 +160,28 @@ class ParameterServer:
         elif kind == Kind.VALUES:
             self._values = content_of(message)
         elif kind == Kind.STATE:
-            self._restore(content_of(message))
+            self._restore(worker, *content_of(message))
         elif kind == Kind.FETCH:
             self._send_state(worker, content_of(message))
         else:
             raise CommError(f"Worker {worker} sent a message of the unknown kind {kind}.")
 
-    def _restore(self, state: Ranges) -> None:
-        """Take state that a worker gives; of what all workers give that share it, the first one."""
-        self._restored += 1
+    def _restore(self, worker: int, updates: int, state: Ranges) -> None:
+        """Take a worker's part of the state, which the next update begins with.
+
+        The other workers may have given theirs, or are still to give it. Of what workers give that
+        share the shards, which is all of the state, the first one counts.
+        """
         with self._shards.lock:
-            if not self._shares or self._restored > self._shards.restored:
-                self._shards.restore(state)
+            if not self._shares:
+                self._given[worker] = state
+                if updates in self._copies:
+                    self._copies[updates].parts[worker] = state
+                return
+            self._restored += 1
+            if self._restored > self._shards.restored:
+                self._shards.restore([state])
                 self._shards.restored = self._restored
-        self._copies.pop(self._updates, None)
 
     def _take_record(self, record: StepRecord) -> None:
         """Let a version return."""
@@ -210,6 +219,8 @@ class ParameterServer:
         """Update a bucket's shard, in the owner's thread."""
         used = self._server.flags(index, version).tolist()
         with self._shards.lock:
+            self._shards.restore(list(self._given.values()))
+            self._given.clear()
             self._take_values(index, new)
             self._shards.freeze(index, self._scaled(index, step))
             self._shards.update(index, self._server.sums(index, version), used)
@@ -245,14 +256,21 @@ class ParameterServer:
         same copy, however late they ask.
         """
         if updates not in self._copies:
-            bounds = shard_bounds(self._layout, self._rank)
-            with self._shards.lock:
-                state = ranges_within(self._shards.local(), bounds)
-            fetches = dict.fromkeys(self._workers, 0)
-            self._copies[updates] = _StateCopy(state=state, fetches=fetches)
+            self._copies[updates] = self._copy_state()
         copy = self._copies[updates]
-        part = ranges_within(copy.state, worker_bounds(self._layout, worker))
-        self._messages.send(worker, to_message(Kind.STATE, part), "the optimizer's state")
+        self._messages.send(
+            worker, to_message(Kind.STATE, copy.parts[worker]), "the optimizer's state"
+        )
         copy.fetches[worker] += 1
         if len(set(copy.fetches.values())) == 1:
             del self._copies[updates]
+
+    def _copy_state(self) -> _StateCopy:
+        bounds = shard_bounds(self._layout, self._rank)
+        with self._shards.lock:
+            state = ranges_within(self._shards.local(), bounds)
+            parts = {
+                worker: ranges_within(state, worker_bounds(self._layout, worker))
+                for worker in self._workers
+            }
+            return _StateCopy(parts=parts | self._given, fetches=dict.fromkeys(self._workers, 0))

@@ -158,7 +158,8 @@ class ServedOptimizer(DividedOptimizer):
         layout = self._connected.layout
         for server in self._servers:
             within = ranges_within(part, shard_bounds(layout, server))
-            self._connected.send(server, to_message(Kind.STATE, within), _STATE)
+            given = to_message(Kind.STATE, (self.update_count, within))
+            self._connected.send(server, given, _STATE)
         for server in self._servers:
             self._connected.wait_handled(server, _STATE)
 
