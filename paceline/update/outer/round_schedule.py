@@ -87,7 +87,7 @@ class RoundSchedule:
         delayed = step - 1 - self._delay_in(phase)
         if phase.end is None or step < phase.end - 1:  # the end of a phase moves no merge
             return self.taken_after(delayed) if delayed >= phase.first else ()
-        # No merge travels beyond its phase: those under way are applied before the phase's last step.
+        # No merge travels beyond its phase: those under way are applied before its last step.
         first = step - 1 if step == phase.end else max(phase.first, delayed)
         return tuple(p for taken in range(first, step) for p in self.taken_after(taken))
 
