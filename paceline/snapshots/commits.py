@@ -37,7 +37,6 @@ class SnapshotCommits:
 
     Args:
         run: the run, whose present ranks acknowledge.
-        snapshots: the snapshots.
         pairs: the number of pairs of a model and an optimizer.
         backup: sends the own part to the backup holder; None: no rank has copies, and what is held
             is acknowledged.
