@@ -222,7 +222,10 @@ def entries_of(ranges: Any) -> dict[str, Any]:
     return {name: {"range": [*entry[:2]], **entry[2]} for name, entry in ranges.items()}
 
 
-def test_a_worker_that_asks_late_gets_the_state_before_the_others_update() -> None:
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_a_worker_that_asks_late_gets_the_state_before_the_others_update(
+    make_optimizer: Any,
+) -> None:
     updated = threading.Event()
 
     def work(rank: Rank) -> None:
@@ -247,7 +250,7 @@ def test_a_worker_that_asks_late_gets_the_state_before_the_others_update() -> No
         after = rank.replica._binding.state.local(in_step=False)["optimizer"]
         assert not same(entries_of(before), entries_of(after))
 
-    on_workers(work, Served(2))
+    on_workers(work, Served(2), make_optimizer=make_optimizer)
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])
