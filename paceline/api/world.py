@@ -98,6 +98,15 @@ class World:
         """
         return self._position.position.number
 
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often each staleness occurred: reads of buckets, by the versions they were behind.
+
+        This rank's since the world's present generation began; {} without `staleness` above 0.
+        """
+        replica = self._loop.replica
+        return {} if replica is None else dict(sorted(replica.stale_reads.items()))
+
     def step(
         self, samples: int | None = None, *, weight: float | None = None
     ) -> AbstractContextManager[ScriptStep]:

@@ -118,7 +118,8 @@ class StepSummaries:
 
     def allow_lead(self, steps: int) -> None:
         """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
-        self.lag = steps + 1
+        if not self.alone:
+            self.lag = steps + 1
 
     @property
     def sent(self) -> list[tuple[int, Tensor]]:

@@ -8,6 +8,7 @@ with world.step():          all replicas begin; the optimizers that step train t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -73,6 +74,11 @@ class ReplicaGroup:
             for number, replica in replicas
             for what, total in replica.loaded.items()
         }
+
+    @property
+    def stale_reads(self) -> Counter[int]:
+        """As `Replica.stale_reads`, of all replicas."""
+        return Counter()  # one model alone is served
 
     @property
     def exchanging(self) -> bool:

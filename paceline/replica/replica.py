@@ -25,6 +25,7 @@ same ones. It does the same where another method continues (`MethodBuilder.plan`
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -60,6 +61,7 @@ from paceline.replica.trained_parameters import (
     Scope,
     TrainedParameters,
 )
+from paceline.timeline.timeline import SETTLE
 from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
@@ -222,6 +224,11 @@ class Replica:
     def reduced(self) -> bool:
         """Whether the last step's sums were awaited before its update, by `reduce`, say."""
         return self._binding.gradients.reduced
+
+    @property
+    def stale_reads(self) -> Counter[int]:
+        """How often this generation's steps read a bucket so many versions behind, by this."""
+        return Counter() if self._averaged is not None else self._binding.access.reads
 
     def trained(self) -> TrainedParameters:
         """List the present trained parameters; raises as `TrainedParameters.of`."""
@@ -435,14 +442,18 @@ class Replica:
     def copy_in_step(self, copier: Copier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
-        Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
-        the step ends without it; if the step fails before that, there is none. Of averaged weights,
-        the parameters of the last merge are copied at once, and nothing is held.
+        Nothing is settled, unless the ranks' parameters differ between steps. The snapshot is held
+        when `optimizer.step()` is called in that step, or the step ends without it; if the step
+        fails before that, there is none. Of averaged weights, the parameters of the last merge are
+        copied at once, and nothing is held.
         """
         if self._averaged is not None:
             copier.copy_parameters(self.names, self._averaged.rounds.anchors())
-        else:
-            self._copier = copier
+            return
+        if not self._binding.access.equal_between_steps:
+            with self._timeline.span(SETTLE):
+                self.settle()
+        self._copier = copier
 
     def copy_now(self, copier: Copier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.

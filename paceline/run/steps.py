@@ -44,6 +44,7 @@ from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.timeline.timeline import SETTLE
 
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP = 3
@@ -338,7 +339,7 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
-        with self.run.timeline.span("settle"):
+        with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)

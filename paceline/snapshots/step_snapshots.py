@@ -41,6 +41,7 @@ from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
 from paceline.snapshots.restore import restore_state
 from paceline.snapshots.store import Borrowed, SnapshotStore, memory_note
+from paceline.timeline.timeline import SETTLE
 
 OFF = -1  # instead of an interval: no more snapshots
 MAX_STEPS = 1_000  # that a run repeats after it has lost a rank
@@ -170,7 +171,7 @@ class StepSnapshots:
             position: of the run; plain values by name.
             wanted: it is due, whatever the interval.
         """
-        self._copied = self._run.timeline.seconds("snapshot")
+        self._copied = self._copying_seconds()
         if not self.takes(step, wanted=wanted):
             return
         if self.alone:
@@ -287,7 +288,7 @@ class StepSnapshots:
         if self._bindings != self._replica.bindings:
             self._bindings = self._replica.bindings
             self._times = []
-        copied = self._run.timeline.seconds("snapshot")
+        copied = self._copying_seconds()
         copying = copied - self._copied
         self._copied = copied
         choice = 0
@@ -354,6 +355,11 @@ class StepSnapshots:
         """Return what adds the state before a step to checksums."""
         timeline = self._run.timeline
         return StateCopier(parts, self._name(step), self.objects, {}, timeline, "check")
+
+    def _copying_seconds(self) -> float:
+        """Return the time of all copies so far, and of what they waited for."""
+        timeline = self._run.timeline
+        return timeline.seconds("snapshot") + timeline.seconds(SETTLE)
 
     def _is_due(self, step: int) -> bool:
         """Return whether the interval asks for a snapshot; of averaged weights, where rounds end.

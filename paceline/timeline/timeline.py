@@ -24,10 +24,11 @@ from paceline.timeline.recorder_buffer import Span, TracedPut
 WAIT_FOR_INPUT = "wait for input"
 WAIT_FOR_LAYERS = "wait for layers"
 WAIT_FOR_SUMMARY = "wait for summary"
+SETTLE = "settle"  # between steps; it has waits
 _FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_SUMMARY)
 _APART = frozenset(("wait", "send", "update", "snapshot", "check"))  # from the span around them
 _AROUND = frozenset(("boundary", "train"))
-_SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT)
+_SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT, SETTLE)
 _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 _END = object()  # behind the last item
 _FIELDS = {  # of an account, and the spans that they sum

@@ -167,8 +167,9 @@ def _served(
     )
     with ExitStack() as undo:
         undo.callback(served.close)
-        made = make_served(buckets, served, statistics, options)
+        made = make_served(buckets, served, statistics, options, staleness=config.versions_behind)
         undo.pop_all()
+    context.summaries.allow_lead(config.versions_behind)
     return made
 
 

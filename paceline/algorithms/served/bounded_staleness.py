@@ -14,7 +14,7 @@ Running statistics are each worker's own until it settles: then it has the mean 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -46,7 +46,6 @@ class BoundedStaleness(WithoutSums):
 
     Attributes:
         installed: for each bucket, its version that is installed.
-        reads: how often a bucket was read whose version was so many behind, by this number.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class BoundedStaleness(WithoutSums):
         self._updates: set[int] = set()  # versions under way that return parameters
         self._read: set[int] = set()  # buckets that this step has read
         self.installed = [0] * len(self.buckets)
-        self.reads: Counter[int] = Counter()
 
     def begin(self, step: StepInfo) -> None:
         """Start a step; earlier ones may still be under way."""

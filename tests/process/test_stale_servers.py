@@ -1,0 +1,54 @@
+"""Parameter servers with bounded staleness, as processes: they train, end, resume and lose some.
+
+Weights depend on the workers' speeds, so that no other run has the same. What must hold is that
+each sample is trained once, and that all workers have the same weights wherever they meet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes.command import Result, all_end
+from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, requires_exact
+
+STALE = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01", "--staleness", "2")
+
+
+def requires_trained(stale: FaultRun, ended: Result) -> None:
+    """Require an exact ledger, equal weights of all workers, and that no process is left."""
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    requires_exact(stale)
+    first, *others = (stale.weights_of(rank) for rank in stale.completed())
+    for other in others:
+        assert distance(first, other) == 0
+    assert all_end(stale.servers())
+
+
+@pytest.mark.timeout(300)
+def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weights(
+    tmp_path: Path,
+) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(3,))
+    stale.reach(FIRST_KILL)
+    stale.release()
+    ended = stale.wait()
+    assert stale.completed() == [0, 1, 2]
+    requires_trained(stale, ended)
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_saves_the_state_and_the_same_command_resumes(tmp_path: Path) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    stale.interrupt()
+    stale.release()
+    ended = stale.wait()
+    assert ended.status == 130, ended.text
+    assert " is saved in runs/r, and the same command resumes it." in ended.text
+    assert all_end(stale.servers())
+    again = stale.again()
+    assert again.status == 0, again.text
+    requires_exact(stale)
