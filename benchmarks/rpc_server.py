@@ -1,9 +1,6 @@
-"""A parameter server on `torch.distributed.rpc`, as torch's own tutorials write one.
+"""A parameter server on `torch.distributed.rpc`, as torch's tutorials write one: SGD, synchronous.
 
-    worker    push(bucket, gradients) ──▶ server    the last worker's push: sum, update
-              parameters              ◀──           to all workers at once
-
-It has what the benchmark needs: SGD, synchronous steps, buckets; and nothing against faults.
+worker ── push(bucket, gradients) ──▶ server: the last push is answered to all with parameters
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
-TIMEOUT = 600.0  # seconds
 _buckets: list[_Bucket] = []  # of this process, if it is a server
 
 
@@ -26,35 +22,30 @@ class _Bucket:
     def __init__(self, numel: int, workers: int) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(numel))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.01, momentum=0.9, fused=True)
-        self.parameter.grad = torch.zeros(numel)
+        self.sum = self.parameter.grad = torch.zeros(numel)
         self.workers = self.missing = workers
         self.answer: Future[Tensor] = Future()
         self.lock = threading.Lock()
 
     def add(self, gradients: Tensor) -> Future[Tensor]:
-        assert self.parameter.grad is not None
         with self.lock:
             answer = self.answer
-            self.parameter.grad.add_(gradients, alpha=1 / self.workers)
+            self.sum.add_(gradients, alpha=1 / self.workers)
             self.missing -= 1
             if not self.missing:
                 self.optimizer.step()
-                self.parameter.grad.zero_()
+                self.sum.zero_()
                 self.missing = self.workers
                 self.answer = Future()
                 answer.set_result(self.parameter.detach())
         return answer
 
 
-def join(name: str, rank: int, ranks: int, store: str) -> None:
-    """Connect with all workers and servers, by TCP; collective."""
+def join(name: str, rank: int, ranks: int, store: str, limit: float) -> None:
+    """Connect with all workers and servers; by TCP, as shared memory passes namespaces by."""
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{store}",
-        rpc_timeout=TIMEOUT,
-        _transports=["uv"],  # not by shared memory, which doesn't mind network namespaces
-        _channels=["basic"],
-    )
+    by_tcp = {"init_method": f"file://{store}", "_transports": ["uv"], "_channels": ["basic"]}
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=limit, **by_tcp)
     rpc.init_rpc(name, rank=rank, world_size=ranks, rpc_backend_options=options)
 
 

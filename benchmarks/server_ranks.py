@@ -1,13 +1,14 @@
 """A rank of `servers.py`: a worker that sends without computing, or what serves it.
 
     line       a plain stream of the ideal bytes between each worker and each server, both ways
-    server     Paceline's, by its public interface; server:MB in buckets of that size
+    server     Paceline's, by its public interface; server:MB in buckets of that size; server-2
+               with a staleness of 2
     rpc        `rpc_server.py`; rpc:MB likewise
     ddp        torch's DistributedDataParallel of the workers alone; ddp:MB likewise
 
 Gradients are made up: a layer's backward returns a tensor that has been there from the start. The
 last ranks are the servers. They serve `line` and `rpc`; Paceline's servers are processes of their
-own, `paceline serve`.
+own, `paceline serve`. Neither snapshots nor comparisons of the replicas are taken.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import os
 import socket
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,9 +40,10 @@ import paceline
 
 RUN_ID = "torchrun-servers.0"
 MASTER_PORT = 29500
-BUCKET_MB = 4  # of rpc and ddp, where a row names none
+BUCKET_MB = 1  # of rpc and ddp, where a row names none
+RPC_LIMIT = 600.0  # seconds, of a push: with many workers a step takes long
 ITEM = 4  # bytes of a value
-LAYER_BYTES = 2**18
+LAYER_BYTES = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,7 @@ def _limited(end: socket.socket) -> socket.socket:
     return end
 
 
-def server(setting: Setting, row: str) -> Variant:
+def server(setting: Setting, row: str, staleness: int = 0) -> Variant:
     """Train by Paceline's servers, as a script does."""
     if setting.server is not None:
         return Variant(step=nothing, finish=nothing, result=list)
@@ -169,7 +173,7 @@ def server(setting: Setting, row: str) -> Variant:
     world = paceline.join(snapshots=False, replica_check=False, first_iter_timeout=300, timeout=300)
     model = model_of(setting)
     optimizer = optimizer_of(model)
-    sync = paceline.Server(servers=setting.servers)
+    sync = paceline.Server(servers=setting.servers, staleness=staleness)
     paceline.parallelize(model, optimizer, world, sync=sync, bucket_mb=size_of(row)[0])
     x = torch.zeros((), requires_grad=True)
 
@@ -191,7 +195,10 @@ def remote(setting: Setting, row: str) -> Variant:
         rpc_server.own(sizes, setting.workers)
     names = [*(f"worker{n}" for n in range(setting.workers))]
     names += [f"server{n}" for n in range(setting.servers)]
-    rpc_server.join(names[setting.rank], setting.rank, setting.ranks, f"{setting.store}.rpc")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own use of what it deprecates
+        place_of = names[setting.rank], setting.rank, setting.ranks
+        rpc_server.join(*place_of, f"{setting.store}.rpc", RPC_LIMIT)
     if setting.server is not None:
         return Variant(step=nothing, finish=nothing, result=list)
     gradients = torch.randn(setting.servers * each).split(sizes * setting.servers)
@@ -235,6 +242,7 @@ def ddp(setting: Setting, row: str) -> Variant:
 MAKERS: dict[str, Callable[[Setting, str], Variant]] = {
     "line": line,
     "server": server,
+    "server-2": partial(server, staleness=2),
     "rpc": remote,
     "ddp": ddp,
 }

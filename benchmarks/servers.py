@@ -9,14 +9,17 @@
 Workers send made-up gradients and compute nothing, so the servers' ports are the bottleneck: each
 carries the gradients of all workers in, and as many parameters out. What each row does is in
 `server_ranks.py`, how it is timed in `ranks.py`. A row's share is the time of a plain stream of the
-same bytes on the same connections, `line`, by its own. At the end, the memory of a server over many
-small steps. Needs root.
+same bytes on the same connections, `line`, by its own; DDP has no server, and fewer bytes at each
+port with few workers. A process has one world of Paceline, so each
+of its rows is in a start of its own, with `line` beside it. At the end, the memory of a server over
+many small steps. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,22 +34,23 @@ from typing import Any
 import psutil
 from links import LinkError, Machine, switch
 from ranks import Ranks, start
-from rounds import interleaved, median_of, paired_ratio
+from rounds import Interval, interleaved, paired_ratio
 from server_ranks import LAYER_BYTES, MAKERS, MASTER_PORT, RUN_ID
-from table import one_of, print_table
+from table import method_of, one_of, print_table
 
-LINE, SERVER = "line", "server"
-ROWS = ["server:1", "server", "rpc:1", "rpc", "ddp"]
+LINE = "line"
+SERVER = "server"
+RPC = "rpc"
+ROWS = ["server", "server:4", "server-2", "rpc", "ddp"]
+QUICK_ROWS = ["server", "rpc", "ddp"]
 WORLDS = ["2x1", "4x1", "8x1", "2x2", "4x2", "8x2"]
 QUICK_WORLDS = ["2x1"]
 RATES = ["200mbit", "1gbit"]
-TITLES = ["", "ms", "Gbit/s into a server, and out", "share of the stream, 95 %"]
+TITLES = ["", "ms", "Gbit/s into a server, and out", "stream's time / its, 95 %"]
 WIDTHS = [10, 9, 32, 28]
 MEMORY_RATE = "10gbit"
 MEMORY_LAYERS = 4
 SAMPLES = 20
-END_S = 30.0
-UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,15 @@ class World:
 
 def main() -> None:
     options = _parser().parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the namespaces have no names of hosts
     if options.quick:
-        options.rounds, options.steps, options.small_steps = 3, 2, 1000
-        options.worlds = options.worlds or [World.named(text) for text in QUICK_WORLDS]
-    worlds = options.worlds or [World.named(text) for text in WORLDS]
+        options.rounds = 2
+        options.steps = 1
+        options.small_steps = min(1000, options.small_steps)
+        options.mb = min(25, options.mb)
+    named = QUICK_WORLDS if options.quick else WORLDS
+    worlds = options.worlds or [World.named(text) for text in named]
+    options.rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     layers = _layers(options)
     print(
         f"{layers * LAYER_BYTES / 1e6:.1f} MB of gradients a worker; "
@@ -100,32 +108,51 @@ def main() -> None:
 
 
 def measure(world: World, rate: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one world on one rate, and print its table; return its rows.
+    """Measure one world at one rate, and print its table; return its rows.
 
     Raises:
         LinkError: the network can't be made here.
     """
-    rows = list(dict.fromkeys([LINE, *options.rows]))
     layers = _layers(options)
-    milliseconds: dict[str, list[float]] = {LINE: []}
+    found: list[dict[str, Any]] = []
     with switch(rate, world.workers + world.servers) as machines:
         print(f"\n{world}, {rate} a port:", flush=True)
-        with _started(world, machines, rows, layers) as (ranks, _):
-            turns = {row: partial(ranks.turn, row, options.steps, over=max) for row in rows}
-            milliseconds = interleaved(turns, options.rounds)
-    _print_world(milliseconds, world, layers, options)
-    return _rows(milliseconds, world, rate, layers)
+        for rows in starts(options.rows):
+            with _started(world, machines, rows, layers) as (ranks, _):
+                turns = {row: partial(ranks.turn, row, options.steps, over=max) for row in rows}
+                milliseconds = interleaved(turns, options.rounds)
+            found += _results(milliseconds, world, rate, layers)
+    _print_world(found, options)
+    return found
+
+
+def starts(rows: Sequence[str]) -> list[list[str]]:
+    """Deal rows out to starts of the processes, each with the plain stream.
+
+    A process joins one world of Paceline and one of torch's RPC.
+    """
+    dealt: list[list[str]] = []
+    for row in rows:
+        alone = {SERVER, RPC}.intersection([kind_of(row)])
+        for start_rows in dealt:
+            if not alone.intersection(map(kind_of, start_rows)):
+                start_rows.append(row)
+                break
+        else:
+            dealt.append([LINE, row])
+    return dealt
+
+
+def kind_of(row: str) -> str:
+    """Return "server" for all rows of Paceline's servers, the method for others."""
+    return method_of(row).partition("-")[0]
 
 
 @contextmanager
 def _started(
     world: World, machines: Sequence[Machine], rows: Sequence[str], layers: int
 ) -> Iterator[tuple[Ranks, Sequence[subprocess.Popen[bytes]]]]:
-    """Start the servers of Paceline and the ranks; end them afterwards.
-
-    Each binding of a row is one of a run of its own to `paceline serve`: the rows share a world, so
-    that one row of `server` at most is in a start.
-    """
+    """Start Paceline's servers, if a row needs them, and the ranks; end them afterwards."""
     program = Path(__file__).with_name("server_ranks.py")
     work = {
         "rows": rows,
@@ -133,8 +160,9 @@ def _started(
         "master": machines[0].address,
         "layers": layers,
     }
+    served = machines[world.workers :] if SERVER in map(kind_of, rows) else ()
     with (
-        _serving(machines[0].address, machines[world.workers :]) as servers,
+        _serving(machines[0].address, served) as servers,
         start(machines, program, work, len(machines)) as ranks,
     ):
         yield ranks, servers
@@ -151,6 +179,7 @@ def _serving(
         subprocess.Popen(
             [*machine.enter, *command],
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # what a server refuses or loses, the workers say too
             start_new_session=True,
         )
         for machine in machines
@@ -163,10 +192,10 @@ def _serving(
             process.wait()
 
 
-def _rows(
+def _results(
     milliseconds: Mapping[str, list[float]], world: World, rate: str, layers: int
 ) -> list[dict[str, Any]]:
-    """Return what was measured of each row, for --json."""
+    """Return what was measured of each row, for the table and --json."""
     return [
         {
             "workers": world.workers,
@@ -174,21 +203,19 @@ def _rows(
             "rate": rate,
             "row": row,
             "milliseconds": values,
-            "gbit": _gbit(median(values), world, layers),
-            "share": paired_ratio(milliseconds[LINE], values).median,
+            "gbit": None if row.startswith("ddp") else _gbit(median(values), world, layers),
+            "share": vars(paired_ratio(milliseconds[LINE], values)),
         }
         for row, values in milliseconds.items()
     ]
 
 
-def _print_world(
-    milliseconds: Mapping[str, list[float]], world: World, layers: int, options: argparse.Namespace
-) -> None:
+def _print_world(found: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
     lines = [TITLES]
-    for row, values in milliseconds.items():
-        rate = "" if row.startswith("ddp") else f"{_gbit(median(values), world, layers):.3f}"
-        share = str(paired_ratio(milliseconds[LINE], values))
-        lines.append([row, f"{median(values):.0f}", rate, share])
+    for result in found:
+        rate = "" if result["gbit"] is None else f"{result['gbit']:.3f}"
+        share = str(Interval(**result["share"]))
+        lines.append([result["row"], f"{median(result['milliseconds']):.0f}", rate, share])
     print_table(lines, WIDTHS, markdown=options.markdown)
 
 
@@ -214,11 +241,12 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(SAMPLES):
             ranks.turn(SERVER, part, over=max)
             kib.append(process.memory_info().rss // 1024)
-    later = [after - before for before, after in pairwise(kib[SAMPLES // 10 :])]
-    print(f"\na server of 2 workers, {SAMPLES * part:,} steps of {MEMORY_LAYERS} buckets' layers:")
+    warm = SAMPLES // 4
+    growth = 1000 * (kib[-1] - kib[warm]) / (part * (SAMPLES - 1 - warm))
+    mb = MEMORY_LAYERS * LAYER_BYTES / 1e6
+    print(f"\na server of 2 workers, {SAMPLES * part:,} steps of {mb:.1f} MB:")
     print(f"MiB after every {part:,} steps: {' '.join(f'{one / 1024:.1f}' for one in kib)}")
-    growth = 1000 * sum(later) / (part * len(later))
-    print(f"growth after the first tenth: {growth:.1f} KiB in 1,000 steps", flush=True)
+    print(f"growth after the first {warm * part:,}: {growth:.1f} KiB in 1,000 steps", flush=True)
     return {"row": "memory", "steps": part, "kib": kib, "growth": growth}
 
 
@@ -230,9 +258,9 @@ def _layers(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="one world, 3 rounds of 2 steps")
-    add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="one world, 2 rounds of a step")
+    add("--rounds", type=int, default=3)
+    add("--steps", type=int, default=2)
     add("--small_steps", type=int, default=10_000)
     parser.add_argument(
         "--worlds",
@@ -242,8 +270,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"default: {' '.join(WORLDS)}; with --quick {' '.join(QUICK_WORLDS)}",
     )
     add("--rates", nargs="+", default=RATES, help="of a port, as tc knows it; default: %(default)s")
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=one_of(MAKERS))
-    add("--mb", type=float, default=25, help="millions of bytes a worker; default: %(default)s")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="METHOD[:MB]",
+        type=one_of(MAKERS),
+        help=f"default: {' '.join(ROWS)}; with --quick {' '.join(QUICK_ROWS)}",
+    )
+    add("--mb", type=float, default=50, help="millions of bytes a worker; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
