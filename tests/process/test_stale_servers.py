@@ -6,12 +6,15 @@ each sample is trained once, and that all workers have the same weights wherever
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, requires_exact
+from tests.harness.processes.run_folders import events
 
 STALE = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01", "--staleness", "2")
 
@@ -27,6 +30,11 @@ def requires_trained(stale: FaultRun, ended: Result) -> None:
     assert all_end(stale.servers())
 
 
+def steps(stale: FaultRun, rank: int) -> list[dict[str, Any]]:
+    """Return a worker's events of its steps."""
+    return [event for event in events(stale.run_folder, rank) if event["event"] == "step"]
+
+
 @pytest.mark.timeout(300)
 def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weights(
     tmp_path: Path,
@@ -37,6 +45,11 @@ def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weight
     ended = stale.wait()
     assert stale.completed() == [0, 1, 2]
     requires_trained(stale, ended)
+    lines = re.findall(r"epoch \d/5: .* staleness 0: \d+%, 1: \d+%, 2: \d+%, lr", ended.text)
+    assert len(lines) == 5, ended.text
+    behind = [event["staleness"] for rank in range(3) for event in steps(stale, rank)]
+    assert len(behind) == 3 * 30
+    assert 0 < max(behind) <= 2
 
 
 @pytest.mark.timeout(300)
