@@ -259,7 +259,6 @@ class Replica:
         """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
-            number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
                 Where weights are averaged, by which the step counts in the merge.
             samples: global samples.

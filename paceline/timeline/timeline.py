@@ -120,9 +120,6 @@ class Timeline:
     def account(self, step: int) -> dict[str, object]:
         """Return where the time of an ended step went, for its event; {} if it was asked before.
 
-        Args:
-            step: the step's number.
-
         Returns:
             compute_ms: the time of the span `train` without those that follow.
             exposed_ms: time spent waiting for the exchange, in this step and, as all that follows,

@@ -269,7 +269,6 @@ class ExchangeBuilder:
 
     Args:
         groups: of the ranks that exchange them.
-        optimizer: the optimizer.
         autotuner: selects the exchange.
         normalised: the model whose running statistics are exchanged with the gradients.
         purpose: of what the context keeps.

@@ -52,7 +52,6 @@ class Recovery:
 
     Args:
         replica: this rank's model replica.
-        run: the run.
         snapshots: the snapshots in memory.
         position: the run's position, which `go_back` sets.
         steps: runs the steps.
