@@ -39,7 +39,6 @@ def open_average(
         options: of the exchange; ranks of a machine share memory, on GPUs too.
         rule: merges each bucket.
         schedule: of the rounds.
-        fragments: number of fragments.
         mix: as of `Averaging`.
         averaged: the optimizer whose momenta are averaged, too, unencoded; None: they stay.
         forgets: the optimizer whose state each merge resets; None: it stays.

@@ -102,10 +102,11 @@ class World:
     def staleness(self) -> dict[int, int]:
         """How often each staleness occurred: reads of buckets, by the versions they were behind.
 
-        This rank's since the world's present generation began; {} without `staleness` above 0.
+        Those of this rank, since the start or the last loss of a member; {} without parameter
+        servers whose `staleness` is above 0.
         """
         replica = self._loop.replica
-        return {} if replica is None else dict(sorted(replica.stale_reads.items()))
+        return {} if replica is None else dict(sorted((replica.stale_reads or {}).items()))
 
     def step(
         self, samples: int | None = None, *, weight: float | None = None

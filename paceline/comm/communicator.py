@@ -186,7 +186,6 @@ def not_on_all(call: str, rank: int, other: int, instead: str) -> ConfigError:
     """Return the error of a call on one rank and not on another one.
 
     Args:
-        call: the call.
         rank: a rank that makes it.
         other: one that doesn't.
         instead: a clause on what that one does.

@@ -244,7 +244,6 @@ class GenerationContext:
             purpose: what it is for, such as "gradients"; any number of windows may be for one.
             spec: its ranks, and how they are reached.
             size: bytes of the window's memory.
-            notifications: number of its notifications.
 
         Raises:
             ConfigError: NIXL isn't installed.

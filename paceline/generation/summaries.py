@@ -50,7 +50,6 @@ class StepSummary:
     """Summary of a step over all ranks.
 
     Attributes:
-        step: the step's number.
         sums: the ranks' values, summed.
         stop: whether any rank asks to stop.
         request: the request of rank 0.
@@ -262,7 +261,6 @@ class _Pending:
     """Report of a step whose summary hasn't been received.
 
     Attributes:
-        step: the step's number.
         sums: this rank's values, on the device.
         copy: they, in this machine's memory.
         marks: what the host reports.

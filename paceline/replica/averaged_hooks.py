@@ -47,9 +47,7 @@ class AveragedHooks:
     """Hooks on a model whose weights are averaged over the workers every few steps.
 
     Args:
-        model: the model.
         optimizer: trains it on each rank.
-        trained: its trained parameters.
         average: merges their weights.
 
     Attributes:

@@ -59,8 +59,6 @@ class ReplicaBinder:
 
     Args:
         replica: the replica that is bound.
-        model: its model.
-        optimizer: its optimizer.
         run: the run, whose ranks are to be equal.
         purpose: of the group by which they become so.
         builder: makes the methods.

@@ -33,6 +33,7 @@ class ReplicaGroup:
     """
 
     rounds: Averaging | None = None
+    stale_reads: Counter[int] | None = None  # one model alone is served
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
@@ -74,11 +75,6 @@ class ReplicaGroup:
             for number, replica in replicas
             for what, total in replica.loaded.items()
         }
-
-    @property
-    def stale_reads(self) -> Counter[int]:
-        """As `Replica.stale_reads`, of all replicas."""
-        return Counter()  # one model alone is served
 
     @property
     def exchanging(self) -> bool:

@@ -51,8 +51,6 @@ class ReplicaHooks:
     """Hooks on a model that call `before_read` and `gradient_ready` of a synchronizer.
 
     Args:
-        model: the model.
-        trained: its trained parameters.
         buckets: the buckets of the parameters whose gradients are exchanged.
         method: exchanges them.
         watch: of the trained parameters.
@@ -60,7 +58,6 @@ class ReplicaHooks:
         earlier: the buffers before the next step's batches.
 
     Attributes:
-        trained: the trained parameters.
         buckets: as given.
         synchronizer: the synchronizer of their gradients.
         access: the access to these gradients.

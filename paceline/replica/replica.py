@@ -226,9 +226,11 @@ class Replica:
         return self._binding.gradients.reduced
 
     @property
-    def stale_reads(self) -> Counter[int]:
-        """How often this generation's steps read a bucket so many versions behind, by this."""
-        return Counter() if self._averaged is not None else self._binding.access.reads
+    def stale_reads(self) -> Counter[int] | None:
+        """How often a bucket was read that was so many versions behind; None: it never is."""
+        if self._averaged is not None or self._binding.access.equal_between_steps:
+            return None
+        return self._binding.access.reads
 
     def trained(self) -> TrainedParameters:
         """List the present trained parameters; raises as `TrainedParameters.of`."""
@@ -257,7 +259,6 @@ class Replica:
         """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
-            number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
                 Where weights are averaged, by which the step counts in the merge.
             samples: global samples.

@@ -58,7 +58,6 @@ class SmallSlices:
         """Watch the layers in a first step's block, where a small slice may follow; collective.
 
         Args:
-            models: the models.
             order: of the batches; None: the script has its own.
             samples: the number that this rank computes in the step.
 

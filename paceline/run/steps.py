@@ -346,6 +346,23 @@ class Steps:
         self._checkpoints.end_steps()
         return list(self.position.sums)
 
+    def take_staleness(self) -> list[int]:
+        """Return how often all ranks read parameters 0, 1, … versions behind since the last call.
+
+        Collective; [] where they are never behind.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        reads = self._replica.stale_reads
+        context = self.run.context
+        if reads is None or context.summaries.alone:
+            return []
+        counts = torch.tensor([reads[n] for n in range(context.summaries.lag)], dtype=torch.int64)
+        reads.clear()
+        summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
+        return [int(count) for count in summed.tolist()]
+
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.
 

@@ -47,7 +47,6 @@ class _Recipe:
 
     Attributes:
         config: the run's configuration, without weights to load where it resumes.
-        run: the run.
         device: this rank's.
         steps: of an epoch.
     """

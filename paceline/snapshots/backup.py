@@ -112,7 +112,6 @@ class SnapshotBackup:
         """Record a snapshot that is held, and send the own part in the background.
 
         Args:
-            name: of the snapshot.
             part: the own part; its memory stays as it is until the part is confirmed.
             owner: this member's id.
             holder: the backup holder's id; None: there is no other member, and nothing is sent.
@@ -278,7 +277,6 @@ class SnapshotBackup:
         """Hold a copy of another member's part; return whether it is held.
 
         Args:
-            name: of the snapshot.
             owner: the other member's id.
             data: the part, which stays as it is.
         """

@@ -189,7 +189,6 @@ class StepSnapshots:
         earlier steps are received.
 
         Args:
-            step: the step's number.
             position: of the run; plain values by name.
 
         Raises:
@@ -216,7 +215,6 @@ class StepSnapshots:
         """Copy the settled state before a step, which no other rank holds; local.
 
         Args:
-            step: the step's number.
             position: of the run, with all sums; plain values by name.
         """
         own = SnapshotStore()
@@ -314,7 +312,6 @@ class StepSnapshots:
         Older ones stay until the generation commits one of its own.
 
         Args:
-            name: the snapshot's.
             objects: restore model, optimizer and tracked objects. Otherwise they stay as they are.
 
         Returns:

@@ -53,7 +53,6 @@ def offsets(made: Sequence[Round], systems: Sequence[str]) -> list[int]:
     """Return what to add to each rank's clock to get rank 0's, in nanoseconds.
 
     Args:
-        made: rounds.
         systems: of each rank, the running system.
     """
     best = min(made, key=lambda round: round.received - round.sent)

@@ -155,7 +155,6 @@ def batch_norms(model: nn.Module, *, every: bool, averaged: bool = False) -> lis
     """Return the names of the BatchNorm layers that are to normalise by the global batch.
 
     Args:
-        model: the model.
         every: all of them; otherwise those that are torch's `SyncBatchNorm`, which synchronises
             through torch's default group, and without one not at all.
         averaged: the ranks' weights are averaged, so that there are no global batches.

@@ -393,3 +393,24 @@ def test_messages_of_all_lengths_arrive_in_order(size: int) -> None:
     messages.wait_handled(1, "a test")
     thread.join()
     assert found == sent
+
+
+def test_messages_and_acknowledgements_overtake_all_buckets() -> None:
+    buckets = 3
+    spec = BucketSpec(lengths=(20,), dtype=torch.float32, returns_parameters=True)
+    layout = lay_out([spec] * buckets, Topology.of((1,)).served_by("server 0"))
+    group = WindowGroup(2, layout.server_size, layout.notifications)
+    window = group.window(0)
+    put = window.put
+    priorities = []
+
+    def note(*arguments: Any) -> None:
+        priorities.append(arguments[5])
+        put(*arguments)
+
+    window.put = note  # type: ignore[method-assign]
+    messages = Messages(window, layout, Timeout(LIMIT, LIMIT))
+    messages.send(1, b"a record", "a test")
+    messages.acknowledge(1)
+    assert len(priorities) == 2
+    assert max(priorities) < -buckets

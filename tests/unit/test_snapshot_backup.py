@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.cluster.membership.backup_holder import missing_parts
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.errors import CommError, CommTimeout, ConfigError
 from paceline.snapshots.backup import superseded
 from paceline.snapshots.own_part import OwnPart
 from tests.harness.equivalence.backup_members import BackupMembers
+from tests.harness.membership.missing_parts import missing_parts
 
 LIMIT = 20.0
 MEMBERS = ("a", "b", "c")  # the holder of each is the next one

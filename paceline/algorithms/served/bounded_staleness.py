@@ -27,7 +27,7 @@ from paceline.comm.peer_activities import Startup
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
-from paceline.timeline.timeline import Timeline
+from paceline.timeline.timeline import BEHIND, READS, Timeline
 from paceline.update.batch_norm import RunningStatistics
 
 
@@ -85,7 +85,10 @@ class BoundedStaleness(WithoutSums):
         self._read.add(index)
         with temporarily_clear_interpreter_stack():  # the forward may be in one of `torch.func`'s
             self._install_until(bucket, self._last[index] - self._staleness)
-        self.reads[self._last[index] - self.installed[index]] += 1
+        behind = self._last[index] - self.installed[index]
+        self.reads[behind] += 1
+        self._timeline.count(READS, 1)
+        self._timeline.count(BEHIND, behind)
 
     def end(self, *, update: bool) -> None:
         """Send what backward didn't reach; let the servers update, or leave the step without."""

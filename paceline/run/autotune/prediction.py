@@ -114,7 +114,6 @@ class StepPredictor:
 
     Args:
         candidates: the exchanges.
-        model: the model.
         run: the run, whose ranks exchange.
     """
 

@@ -40,7 +40,6 @@ class FoundFile:
     """Checkpoint file of one machine.
 
     Attributes:
-        path: the file.
         contents: identifies its contents.
         size: in bytes.
         step, number, lineage: as in its header; without meaning for another run's checkpoint.

@@ -28,11 +28,9 @@ class Dialer:
     """Dialer of one peer. All methods are called on the line's thread.
 
     Args:
-        thread: the line's thread.
         sockets: the line's open sockets.
         where: the peer's address and port.
         identity: this process's.
-        peer: the peer's name.
         owner: gets the connections.
     """
 

@@ -120,9 +120,7 @@ class ControlLine:
         """Connect with a peer, now and whenever its connections have ended.
 
         Args:
-            peer: the peer's name.
             address: the numeric address on which it listens.
-            port: its port.
             dial: whether this side dials; by default, if its name is the smaller one.
         """
         if peer != self.name and (self.name < peer if dial is None else dial):
@@ -146,7 +144,6 @@ class ControlLine:
         """Queue a frame for a peer, from any thread, without waiting.
 
         Args:
-            peer: the peer's name.
             kind: what the frame is about; at most 255 bytes.
             body: its JSON object.
             bulk: bytes that follow in chunks, between other frames; they are not copied, and don't

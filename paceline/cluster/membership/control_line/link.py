@@ -35,8 +35,6 @@ class Link:
     """Link to one peer: the connection for frames, and the row of that for beats.
 
     Args:
-        peer_name: the peer.
-        thread: the line's thread.
         connection: the connection for frames, authenticated.
         row: the row of the connection for beats.
         max_bulk: the bulk bytes that are queued, or received in one frame, at most.
