@@ -151,7 +151,7 @@ def without_password(url: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
-METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "server": 4, "average": 4}
+METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "server": 1, "average": 4}
 """Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
 `wiring.average` makes the last, `wiring.candidates` says which sizes auto tries."""
 
@@ -245,7 +245,7 @@ class SyncConfig:
 
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
-    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server and average: 4)."""
+    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server: 1; average: 4)."""
 
     shares: Shares = "equal"
     """How the workers divide the global batch. equal: all train as many samples. measured: in

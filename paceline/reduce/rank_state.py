@@ -40,14 +40,18 @@ def same_ranges(one: Ranges, other: Ranges) -> bool:
 def cut_range(
     entry: tuple[int, int, Any], start: int, stop: int
 ) -> tuple[int, int, dict[str, Any]] | None:
-    """Copy out of a parameter's range the values from `start` to `stop`; None: it has none."""
+    """Copy out of a parameter's range the values from `start` to `stop`; None: it has none.
+
+    What isn't divided is copied, too: optimizers count their steps in place.
+    """
     first, last, entries = entry
     start = max(start, first)
     stop = min(stop, last)
     if start >= stop:
         return None
     inside = slice(start - first, stop - first)
-    return start, stop, {k: v[inside].clone() if divided(v) else v for k, v in entries.items()}
+    cut = {k: v[inside] if divided(v) else v for k, v in entries.items()}
+    return start, stop, {k: v.clone() if isinstance(v, Tensor) else v for k, v in cut.items()}
 
 
 def append_ranges(ranges: dict[str, tuple[int, int, Any]], more: Ranges) -> None:

@@ -180,7 +180,8 @@ def _remaining_servers(groups: ExchangeGroups) -> MetServers:
     groups.servers = left = before.remaining(groups.run.context)
     if lost := [name for name in before.names if name not in left.names]:
         owners = "the workers" if not left.names else many(len(left.names), "server")
-        note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on."
+        note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on"
+        note += ", without staleness." if before.config.versions_behind and not left.names else "."
         groups.run.note(note, shown=groups.run.leads)
     return left
 

@@ -65,3 +65,65 @@ def test_a_signal_saves_the_state_and_the_same_command_resumes(tmp_path: Path) -
     again = stale.again()
     assert again.status == 0, again.text
     requires_exact(stale)
+
+
+def requires_bound(stale: FaultRun, ended: Result) -> None:
+    """Require a line with a bound of the steps that are trained again, which no worker passes."""
+    (bound,) = re.findall(r"; at most (\d+) steps? are trained again\.", ended.text)
+    for rank in range(stale.count):
+        again = [
+            event["steps"]
+            for event in events(stale.run_folder, rank)
+            if event["event"] == "recovery"
+        ]
+        assert all(count <= int(bound) for count in again)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_continue_where_a_worker_is_killed(tmp_path: Path, lost: int) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(3,))
+    stale.reach(FIRST_KILL)
+    stale.kill(lost)
+    stale.release()
+    ended = stale.wait()
+    assert stale.completed() == [rank for rank in range(3) if rank != lost]
+    requires_trained(stale, ended)
+    requires_bound(stale, ended)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("lost", "owned"),
+    [
+        ((0,), "by 1 server from now on."),
+        ((0, 1), "by the workers from now on, without staleness."),
+    ],
+    ids=["one", "all"],
+)
+def test_the_workers_continue_without_servers_that_are_killed(
+    tmp_path: Path, lost: tuple[int, ...], owned: str
+) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    for number in lost:
+        stale.servers()[number].kill()
+    stale.release()
+    ended = stale.wait()
+    assert f": all parameters are owned {owned}" in ended.text
+    assert stale.completed() == [0, 1]
+    requires_trained(stale, ended)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_of_which_all_workers_are_killed_resumes(tmp_path: Path) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    stale.reach_checkpoint()
+    stale.kill(0, 1)
+    assert stale.wait().status == 1
+    assert all_end(stale.servers())
+    stale.release()
+    again = stale.again()
+    assert again.status == 0, again.text
+    requires_exact(stale)
