@@ -34,7 +34,6 @@ def atomic_file(path: Path, require: Callable[[], None] = lambda: None) -> Itera
     """Yield a binary file that becomes `path` when the block ends without an error.
 
     Args:
-        path: the file's path.
         require: called when the whole file is on the disk, immediately before it becomes `path`; an
             error of it prevents that.
 

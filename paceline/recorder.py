@@ -78,7 +78,6 @@ class MemberRecorder:
     may be on a machine that it shares with them.
 
     Args:
-        recorder: the member's recorders.
         membership: raises an error where this process may be outside the world.
     """
 

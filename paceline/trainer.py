@@ -63,6 +63,7 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
         waiting = self.train.end_epoch(timeline.now() - started)
+        staleness = self.steps.take_staleness()
         tested = self._evaluate(epoch) if self.test is not None else None
         self.steps.run.recorder.event(
             "epoch",
@@ -71,6 +72,7 @@ class Trainer:
             batches=self.train.steps,
             learning_rate=rate,
             wait_input=waiting,
+            staleness=staleness,
             samples=trained.samples,
             loss=trained.loss,
             accuracy=trained.accuracy,

@@ -12,6 +12,7 @@ of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -80,6 +81,8 @@ class DataParallel:
             statistics aren't exchanged.
     """
 
+    equal_between_steps = True
+
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -95,6 +98,7 @@ class DataParallel:
         self.buckets = tuple(buckets)
         self.state = state
         self.immediate = alone
+        self.reads: Counter[int] = Counter()
         self._exchange = exchange
         self._rule = rule
         self._statistics = statistics

@@ -39,14 +39,12 @@ def open_average(
         options: of the exchange; ranks of a machine share memory, on GPUs too.
         rule: merges each bucket.
         schedule: of the rounds.
-        fragments: number of fragments.
         mix: as of `Averaging`.
         averaged: the optimizer whose momenta are averaged, too, unencoded; None: they stay.
         forgets: the optimizer whose state each merge resets; None: it stays.
 
     Raises:
         ConfigError: there are more fragments than buckets, or the optimizer has no momenta.
-        CommError: a rank didn't come in time.
     """
     of_model = make_buckets(buckets, statistics, rule)
     momenta = [] if averaged is None else find_momenta(averaged, buckets)

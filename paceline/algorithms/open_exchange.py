@@ -136,7 +136,6 @@ def open_exchange(
         templates: for each bucket, tensors of the shapes and strides of its values.
         names: for each bucket, the names of these.
         specs: describe the buckets.
-        options: of the exchange.
         count: number of buckets of parameters; behind them there may be one of running statistics.
 
     Raises:

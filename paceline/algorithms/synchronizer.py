@@ -10,6 +10,7 @@ one generation of the world.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -97,7 +98,17 @@ class Synchronizer(Protocol):
 
 
 class GradientAccess(Protocol):
-    """Protocol of gradients that are exchanged in a step, as a script may use them meanwhile."""
+    """Protocol of gradients that are exchanged in a step, as a script may use them meanwhile.
+
+    Attributes:
+        equal_between_steps: whether all ranks read the same parameters in a step. Otherwise they
+            are equal once all have settled between the same steps.
+        reads: where they aren't: how often a bucket was read whose version was so many behind, by
+            this number.
+    """
+
+    equal_between_steps: bool
+    reads: Counter[int]
 
     def complete(self) -> None:
         """Send what backward didn't reach, as `end` does; the last update is installed before.

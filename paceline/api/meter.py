@@ -25,7 +25,6 @@ class Meter:
 
     Args:
         meters: the world's meters.
-        loop: the script's loop.
         names: the names of the sums.
     """
 

@@ -38,9 +38,6 @@ def make_pairs(
     """Pair what one call gives.
 
     Args:
-        models: the call's models.
-        optimizers: its optimizers.
-        earlier: the pairs of earlier calls.
         config: how the call's gradients are exchanged.
         share: this rank's share of each step.
         average: how the call's weights are averaged; None: gradients are exchanged.

@@ -21,7 +21,7 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.server import Server, parse_server
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError
-from paceline.session.exchange_checks import check_shares, refuse_gpu
+from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.edits import parameter_names
 from paceline.update.batch_norm import (
     BatchShare,
@@ -91,7 +91,7 @@ def parallelize(
         buffers: what becomes of buffers in the state dict that a model computes from its samples,
             such as an observer's ranges: "broadcast", all ranks get rank 0's after each step; or
             "local", each rank has its own, and rank 0's are saved. Running statistics of BatchNorm
-            are averaged. With "average" buffers are each worker's own.
+            are averaged. With "average" or staleness above 0, buffers are each worker's own.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged, differ between the ranks, or don't
@@ -121,6 +121,7 @@ def parallelize(
         arguments: dict[str, Any] = {
             "sync": "server" if server is not None else method,
             "num_servers": 1 if server is None else _servers(server, run.store),
+            "staleness": str(0 if server is None else server.staleness),
             "wire": wire,
             "update": update,
             "transport": transport,
@@ -133,6 +134,8 @@ def parallelize(
         given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         optimizers: Sequence[Optimizer] = [_checked_optimizer(one) for one in given]
         _check(models, optimizers, world)
+        if config.versions_behind:  # a broadcast in each step would be a barrier
+            buffers = "local"
         share = BatchShare()
         pairs = make_pairs(models, optimizers, world._models.pairs, config, share, average, buffers)
         whole = pairs[0].model
@@ -149,6 +152,7 @@ def parallelize(
         world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers))
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
+            refuse_stale(config, {"sync_bn": True})
             run.open("data", "layers")
             converted = convert_sync_batchnorm(whole, run, share, every=sync_bn)
             assert converted is whole

@@ -57,7 +57,6 @@ class Outcome:
     """Outcome of a call that all ranks make: what a rank that is behind gets from another one.
 
     Attributes:
-        place: the call's place.
         value: what it returned, of one dtype and shape on all ranks.
     """
 

@@ -93,9 +93,7 @@ class ScriptLoop:
 
     Args:
         session: makes the steps, whose events its run's recorder receives.
-        models: the models.
         position: the run's position.
-        end: the world's end.
 
     Attributes:
         loaders: the number of loaders that were made.
@@ -372,7 +370,6 @@ class ScriptLoop:
         """Queue a slice for the next step, which may train later ones too.
 
         Args:
-            batch_slice: the slice.
             found: the number of samples that its batch has after collation.
         """
         if not self._position.waiting:
@@ -436,9 +433,6 @@ class ScriptLoop:
     def begin_evaluation(self, call: str) -> tuple[int | None, bool]:
         """Let an evaluation begin, during which the ranks may change.
 
-        Args:
-            call: the call of the script.
-
         Returns:
             the place of its end, and whether this rank begins with the others; it doesn't where
             they have begun in an earlier generation. Without a place, a peer is lost, and the loop
@@ -467,7 +461,6 @@ class ScriptLoop:
         """Make a call of all ranks between two steps, made again where a peer is lost in it.
 
         Args:
-            call: the call.
             make: makes it, in the present generation; collective.
             own: what it is where the loop goes back to an earlier step, and makes it again.
 

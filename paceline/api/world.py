@@ -98,6 +98,16 @@ class World:
         """
         return self._position.position.number
 
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often each staleness occurred: reads of buckets, by the versions they were behind.
+
+        Those of this rank, since the start or the last loss of a member; {} without parameter
+        servers whose `staleness` is above 0.
+        """
+        replica = self._loop.replica
+        return {} if replica is None else dict(sorted((replica.stale_reads or {}).items()))
+
     def step(
         self, samples: int | None = None, *, weight: float | None = None
     ) -> AbstractContextManager[ScriptStep]:

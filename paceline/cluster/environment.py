@@ -39,7 +39,6 @@ class WorkerEnvironment(JsonRecord):
         run_id: the run's name.
         start_id: the random id of this start of the run.
         machine: the machine's number (Caffe2's shard_id).
-        local_rank: the worker's local rank.
         store: address of the store that records the start's membership and serves the
             rendezvous of process groups; may hold a password.
         first_iter_timeout: seconds to wait for the other workers at the start.

@@ -32,11 +32,7 @@ class PeerActivities:
     longest = 0.0
 
     def begin_step(self, number: int) -> None:
-        """Report that this rank is in a step, until `end_step`.
-
-        Args:
-            number: the step's number.
-        """
+        """Report that this rank is in a step, until `end_step`."""
 
     def end_step(self, *, done: bool) -> None:
         """Report that this rank has left its step.

@@ -19,7 +19,8 @@ class Server:
 
     Args:
         staleness: by how many steps the parameters that a worker reads may be behind. 0:
-            synchronous, equal to one process.
+            synchronous, equal to one process. K > 0: a worker leads the slowest one by up to K
+            steps, and doesn't wait for it.
         servers: the number of servers; None: as many as `paceline launch --num_servers` starts, or
             one that `paceline serve` starts.
 
@@ -33,13 +34,6 @@ class Server:
     def __post_init__(self) -> None:
         with _errors_name_arguments():
             whole("staleness", self.staleness, 0)
-            if self.staleness > 0:
-                raise ConfigError(
-                    flag="staleness",
-                    value=self.staleness,
-                    rule="this version has synchronous parameter servers only",
-                    remedy="use 0, or leave it out",
-                )
             if self.servers is not None:
                 whole("num_servers", self.servers, 1)
 

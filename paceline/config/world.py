@@ -151,7 +151,7 @@ def without_password(url: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
-METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "server": 4, "average": 4}
+METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 4, "server": 1, "average": 4}
 """Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
 `wiring.average` makes the last, `wiring.candidates` says which sizes auto tries."""
 
@@ -233,6 +233,11 @@ class SyncConfig:
     """With --sync server, the number of parameter servers. Each owns an equal part of the
     parameters. A resumed run may change it."""
 
+    staleness: str = "0"
+    """With --sync server, by how many steps the parameters that a worker reads may be behind. 0:
+    synchronous, equal to one process. K > 0: a worker that is faster for a while leads the slowest
+    one by up to K steps and doesn't wait; the result depends on the workers' speeds."""
+
     parameter_servers: ServerPlace = "run"
     """With --sync server, what starts the parameter servers. run: `paceline train`, on machine 0.
     apart: a user, with `paceline serve`, on any machine. Under another launcher they are always
@@ -240,7 +245,7 @@ class SyncConfig:
 
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
-    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server and average: 4)."""
+    default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server: 1; average: 4)."""
 
     shares: Shares = "equal"
     """How the workers divide the global batch. equal: all train as many samples. measured: in
@@ -251,6 +256,12 @@ class SyncConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")
         at_least(self, 1, "num_servers")
+        if not self.staleness.isdecimal():
+            raise ConfigError(
+                flag="staleness",
+                value=self.staleness,
+                rule="must be a whole number of at least 0",
+            )
         self._check_servers()
         within("connections", self.connections, 0, 33)
         if self.sync != "average" and self.wire not in CHOICES["wire"]:
@@ -294,7 +305,8 @@ class SyncConfig:
 
     def _check_servers(self) -> None:
         """Refuse servers without a use, and options that the exchange with servers doesn't have."""
-        for flag, default in (("num_servers", 1), ("parameter_servers", "run")):
+        defaults = {"num_servers": 1, "staleness": "0", "parameter_servers": "run"}
+        for flag, default in defaults.items():
             if self.sync != "server" and getattr(self, flag) != default:
                 raise ConfigError(
                     flag=flag,
@@ -314,6 +326,11 @@ class SyncConfig:
                         f"leave out {{--{flag}}}, or use {{--sync}} notified in place of server"
                     ),
                 )
+
+    @property
+    def versions_behind(self) -> int:
+        """Versions by which the parameters of a step may be behind."""
+        return int(self.staleness)
 
     @property
     def put_options(self) -> list[str]:

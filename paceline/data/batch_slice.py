@@ -13,7 +13,6 @@ class BatchSlice:
         epoch: the epoch's number, from 0.
         step: the step's number within the epoch, from 0.
         steps: the number of steps per epoch.
-        rank: the rank.
         cuts: the shares of all ranks, as positions in the epoch's order: rank r has the positions
             cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.

@@ -101,9 +101,6 @@ class DatabaseLoader:
         skip_bad: whether to skip bad records instead of raising the error of the first one.
         recorder: receives notes on skipped records, in the caller's thread.
         timeout: the longest time that `batch` waits, in seconds.
-
-    Attributes:
-        order: the order.
     """
 
     def __init__(

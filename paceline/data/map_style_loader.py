@@ -143,7 +143,6 @@ class MappedLoader:
         """Yield a batch of the samples at some positions of an epoch's order, for each of several.
 
         Args:
-            epoch: the epoch's number.
             positions: (n,) positions of each batch.
 
         Raises:
@@ -190,7 +189,6 @@ class _Asked:
     Args:
         loader: knows this rank's present slice of a step's batch.
         order: the order of the samples.
-        epoch: the epoch's number.
         steps: the steps to ask for.
 
     Attributes:

@@ -118,9 +118,7 @@ class Order:
         shares are empty.
 
         Args:
-            epoch: the epoch's number.
             step: the step's number within the epoch.
-            rank: the rank.
             world_size: number of ranks.
             shares: (world_size,) proportions in which the batch is divided (`divide`); None: equal.
             min_slice: the smallest number of samples of a share that isn't empty.

@@ -18,7 +18,6 @@ class SyntheticSource(Source):
     """Source of random noise images with random labels, generated when they are read.
 
     Args:
-        records: number of records.
         image_size: height and width in pixels.
         channels: 1 (grey) or 3 (RGB).
         num_labels: number of classes: labels are 0 to num_labels - 1.

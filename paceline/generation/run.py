@@ -80,7 +80,6 @@ class Run:
         """Place the first generation of a start in the run, as its ranks learn when connected.
 
         Args:
-            number: its number.
             ancestors: the generations from which it descends, the oldest first.
             start: the number of completed steps from which it continues.
         """
@@ -92,9 +91,6 @@ class Run:
 
         Args:
             group: all ranks of the next generation, as this one sees them.
-
-        Raises:
-            CommError: a rank didn't come in time.
         """
         assert self.connector is not None
         present = self.context.world.generation

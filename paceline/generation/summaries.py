@@ -50,7 +50,6 @@ class StepSummary:
     """Summary of a step over all ranks.
 
     Attributes:
-        step: the step's number.
         sums: the ranks' values, summed.
         stop: whether any rank asks to stop.
         request: the request of rank 0.
@@ -118,7 +117,8 @@ class StepSummaries:
 
     def allow_lead(self, steps: int) -> None:
         """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
-        self.lag = steps + 1
+        if not self.alone:
+            self.lag = steps + 1
 
     @property
     def sent(self) -> list[tuple[int, Tensor]]:
@@ -261,7 +261,6 @@ class _Pending:
     """Report of a step whose summary hasn't been received.
 
     Attributes:
-        step: the step's number.
         sums: this rank's values, on the device.
         copy: they, in this machine's memory.
         marks: what the host reports.

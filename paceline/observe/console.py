@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.text import Text
@@ -45,10 +45,11 @@ class Console(NullRecorder):
         step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
             so far, in the form that the score counter returns), exposed_ms (how long the rank
             waited for the exchange, if measured), wait_input_ms (how long it waited for its
-            batch).
+            batch), staleness (the mean of its reads, where parameters may be behind).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
-            without test data), wait_input (share of the time that steps waited for batches).
+            without test data), wait_input (share of the time that steps waited for batches),
+            staleness (how often parameters were read that were 0, 1, … versions behind).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
         end: best (the best test accuracy, or None), best_epoch, weights (paths of the files).
@@ -85,6 +86,7 @@ class Console(NullRecorder):
         self._world_size = 1
         self._labels = sys.maxsize
         self._exposed: list[float] = []  # ms, of the steps since the last look
+        self._stale: list[float] = []  # mean staleness, likewise
         self._waited_input = 0.0  # ms, likewise
         self._slowest = ""  # the rank that is slower than others
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
@@ -134,6 +136,8 @@ class Console(NullRecorder):
         self._samples += fields["samples"]
         if self._world_size > 1 and "exposed_ms" in fields:
             self._exposed.append(fields["exposed_ms"])
+        if "staleness" in fields:
+            self._stale.append(fields["staleness"])
         self._waited_input += fields.get("wait_input_ms", 0.0)
         if now - self._shown < self._interval:
             return
@@ -151,6 +155,9 @@ class Console(NullRecorder):
         if self._exposed:
             parts.append(f"{sum(self._exposed) / len(self._exposed):,.1f} ms exposed")
             self._exposed.clear()
+        if self._stale:
+            parts.append(f"staleness {sum(self._stale) / len(self._stale):.1f}")
+            self._stale.clear()
         parts += _input_part(waiting)
         parts += [self._slowest] if self._slowest else []
         done = fields["epoch_step"] + 1
@@ -180,6 +187,7 @@ class Console(NullRecorder):
             *_score_parts(fields, self._labels),
         ]
         parts += _input_part(fields.get("wait_input", 0.0))
+        parts += _staleness_part(fields.get("staleness", ()))
         if (skipped := self._per_epoch - fields["samples"]) > 0:  # of all ranks
             parts.append(f"{many(skipped, 'bad record')} skipped")
         parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
@@ -209,6 +217,13 @@ class Console(NullRecorder):
 def _input_part(share: float) -> list[str]:
     """Show the share of the time that steps waited for batches, where it is worth a look."""
     return [f"input waits {share:.0%}"] if share >= _SHOWN_WAIT else []
+
+
+def _staleness_part(counts: Sequence[int]) -> list[str]:
+    """Show which share of the reads was how many versions behind, where any may be."""
+    reads = sum(counts)
+    shares = [f"{behind}: {count / reads:.0%}" for behind, count in enumerate(counts) if reads]
+    return [f"staleness {', '.join(shares)}"] if shares else []
 
 
 class MachineConsole(NullRecorder):

@@ -73,7 +73,7 @@ FIELDS = {
 # Times and bytes of a step, where they were measured; `buckets` names what it waited for.
 _IF_MEASURED = (
     *("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms", "check_ms", "waits_ms"),
-    *("sent", "received", "boundary_ms", "wait_input_ms"),
+    *("sent", "received", "boundary_ms", "wait_input_ms", "staleness"),
 )
 _IF_GIVEN = {"step": _IF_MEASURED, "run": ("drawn",)}
 _NAME = re.compile(r"events\.(?:rank(?P<rank>\d+)|(?P<id>.+-(?P<number>\d+)))\.jsonl")

@@ -24,7 +24,6 @@ class LeaderRecorder(NullRecorder):
     Args:
         leadership: says whether this process is the leader of the present generation, or what else
             its recorders are for.
-        open_recorders: opens the recorders.
     """
 
     def __init__(

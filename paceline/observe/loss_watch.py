@@ -40,7 +40,6 @@ class LossWatch:
         """Check the loss of a step.
 
         Args:
-            step: its number.
             sums: over all ranks: loss times samples, …, samples, ranks that skipped the update
                 because float16 overflowed.
 

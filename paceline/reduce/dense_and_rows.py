@@ -33,7 +33,6 @@ def with_rows(
 
     Args:
         dense: exchanges `dense_of(buckets)`, and the running statistics.
-        buckets: all buckets.
         communicator: connects all ranks for rows alone; None: nothing does.
         timeline: as that of `RowExchange`.
 
@@ -60,7 +59,6 @@ class DenseAndRows:
         dense: exchanges the dense buckets, and the running statistics behind them.
         rows: exchanges the tables.
         dense_count: the number of dense buckets.
-        tables: the number of tables.
     """
 
     def __init__(self, dense: Exchange, rows: Exchange, dense_count: int, tables: int) -> None:

@@ -13,9 +13,6 @@ class NoExchange:
 
     Gradients are multiplied only where the weight isn't 1: where samples of the step's batch
     couldn't be read.
-
-    Args:
-        buckets: the number of buckets.
     """
 
     zero_copy = True

@@ -40,14 +40,18 @@ def same_ranges(one: Ranges, other: Ranges) -> bool:
 def cut_range(
     entry: tuple[int, int, Any], start: int, stop: int
 ) -> tuple[int, int, dict[str, Any]] | None:
-    """Copy out of a parameter's range the values from `start` to `stop`; None: it has none."""
+    """Copy out of a parameter's range the values from `start` to `stop`; None: it has none.
+
+    What isn't divided is copied, too: optimizers count their steps in place.
+    """
     first, last, entries = entry
     start = max(start, first)
     stop = min(stop, last)
     if start >= stop:
         return None
     inside = slice(start - first, stop - first)
-    return start, stop, {k: v[inside].clone() if divided(v) else v for k, v in entries.items()}
+    cut = {k: v[inside] if divided(v) else v for k, v in entries.items()}
+    return start, stop, {k: v.clone() if isinstance(v, Tensor) else v for k, v in cut.items()}
 
 
 def append_ranges(ranges: dict[str, tuple[int, int, Any]], more: Ranges) -> None:
@@ -132,9 +136,6 @@ def gather_parts(communicator: Communicator, part: Any, operation: str) -> list[
         communicator: the ranks.
         part: this rank's; a tree of tensors and plain values.
         operation: the name of the operation, for errors.
-
-    Raises:
-        CommError: a peer was lost, or a wait timed out.
     """
     data = io.BytesIO()
     torch.save(part, data)
@@ -163,7 +164,6 @@ def restore_parts(
 
     Raises:
         RankStateError: a part is missing.
-        CommError: a peer was lost, or a wait timed out.
     """
     if own is None:
         return not any(parts)
@@ -181,11 +181,7 @@ class RankState(Protocol):
     """Protocol of state that is divided among ranks; a checkpoint gathers and restores it."""
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
-        """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled.
-
-        Raises:
-            CommError: a peer was lost, or a wait timed out.
-        """
+        """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled."""
 
     @property
     def scaled(self) -> bool:

@@ -38,7 +38,6 @@ class EncodedBucket:
     """Bucket that a codec encodes.
 
     Attributes:
-        layout: layout of the bucket.
         templates: tensors of the parameters' shapes and strides.
         names: the parameters' names.
         feedback: this rank's error feedback; None if the rank owns no local shard.

@@ -37,7 +37,6 @@ class _Transfer:
     """Version of a table's exchange.
 
     Attributes:
-        table: the table's number.
         rows: this rank's rows.
         operation: its name, for errors.
         event: of the computing stream, when the rows are there.

@@ -47,9 +47,7 @@ class AveragedHooks:
     """Hooks on a model whose weights are averaged over the workers every few steps.
 
     Args:
-        model: the model.
         optimizer: trains it on each rank.
-        trained: its trained parameters.
         average: merges their weights.
 
     Attributes:
@@ -109,9 +107,6 @@ class AveragedHooks:
         """Return all workers' own weights, buffers and optimizer states on rank 0; collective.
 
         Merges under way are awaited; they are applied in their step all the same.
-
-        Raises:
-            CommError: a peer was lost, or didn't answer in time.
         """
         own = {
             **self.rounds.local(),

@@ -59,8 +59,6 @@ class ReplicaBinder:
 
     Args:
         replica: the replica that is bound.
-        model: its model.
-        optimizer: its optimizer.
         run: the run, whose ranks are to be equal.
         purpose: of the group by which they become so.
         builder: makes the methods.
@@ -117,7 +115,6 @@ class ReplicaBinder:
 
         Raises:
             ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
-            CommError: a peer was lost, or didn't answer in time.
         """
         trained = self.trained()
         fresh = [tensor for tensor in trained.tensors if tensor not in known]

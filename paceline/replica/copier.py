@@ -26,7 +26,6 @@ class Copier(Protocol):
         """Copy what isn't exchanged; the running statistics of the last step are installed.
 
         Args:
-            names: all parameters' names.
             exchanged: the parameters that `copy_buckets` will get.
             buffers: the buffers, by name; None: the model's present ones.
         """

@@ -36,9 +36,6 @@ def computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 class EarlierBuffers:
     """Buffers as they were when the next step's first batch began.
 
-    Args:
-        model: the model.
-
     Attributes:
         due: whether the next forward that trains is to copy them first: a batch has begun.
         values: copies of the buffers, by name; None where the model's own are still the same.

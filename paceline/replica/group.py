@@ -8,6 +8,7 @@ with world.step():          all replicas begin; the optimizers that step train t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ class ReplicaGroup:
     """
 
     rounds: Averaging | None = None
+    stale_reads: Counter[int] | None = None  # one model alone is served
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)

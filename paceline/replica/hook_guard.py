@@ -36,7 +36,6 @@ class HookGuard:
 
     Args:
         parameters: the parameters, each of which has a hook of its own after accumulation.
-        names: their names.
 
     Attributes:
         compares: whether changes are refused in the backward pass that follows a look.

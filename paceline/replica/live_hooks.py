@@ -124,7 +124,6 @@ def before_scaler_calls(optimizer: Optimizer, call: BeforeCall) -> Callable[[], 
     once the call is undone.
 
     Args:
-        optimizer: the optimizer.
         call: gets the scaler.
 
     Returns:

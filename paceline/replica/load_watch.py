@@ -21,11 +21,7 @@ from paceline.replica.checksums import Checksums, checksum, tree_checksum
 
 
 class LoadWatch:
-    """Watch of the loads of a model and its optimizer.
-
-    Args:
-        model: the model.
-    """
+    """Watch of the loads of a model and its optimizer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -25,7 +25,6 @@ class ModelStatistics:
 
     Args:
         model: the model; without running statistics, nothing is exchanged.
-        run: the run.
         purpose: of the group that averages; its collectives match in this order.
     """
 

@@ -25,6 +25,7 @@ same ones. It does the same where another method continues (`MethodBuilder.plan`
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -60,6 +61,7 @@ from paceline.replica.trained_parameters import (
     Scope,
     TrainedParameters,
 )
+from paceline.timeline.timeline import SETTLE
 from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
@@ -223,6 +225,13 @@ class Replica:
         """Whether the last step's sums were awaited before its update, by `reduce`, say."""
         return self._binding.gradients.reduced
 
+    @property
+    def stale_reads(self) -> Counter[int] | None:
+        """How often a bucket was read that was so many versions behind; None: it never is."""
+        if self._averaged is not None or self._binding.access.equal_between_steps:
+            return None
+        return self._binding.access.reads
+
     def trained(self) -> TrainedParameters:
         """List the present trained parameters; raises as `TrainedParameters.of`."""
         return self._binder.trained()
@@ -250,7 +259,6 @@ class Replica:
         """Begin a step, which `end` ends, or `abandon` where it fails.
 
         Args:
-            number: its number.
             weight: of this rank's gradient in the sum; by default local samples / global samples.
                 Where weights are averaged, by which the step counts in the merge.
             samples: global samples.
@@ -435,14 +443,18 @@ class Replica:
     def copy_in_step(self, copier: Copier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
-        Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
-        the step ends without it; if the step fails before that, there is none. Of averaged weights,
-        the parameters of the last merge are copied at once, and nothing is held.
+        Nothing is settled, unless the ranks' parameters differ between steps. The snapshot is held
+        when `optimizer.step()` is called in that step, or the step ends without it; if the step
+        fails before that, there is none. Of averaged weights, the parameters of the last merge are
+        copied at once, and nothing is held.
         """
         if self._averaged is not None:
             copier.copy_parameters(self.names, self._averaged.rounds.anchors())
-        else:
-            self._copier = copier
+            return
+        if not self._binding.access.equal_between_steps:
+            with self._timeline.span(SETTLE):
+                self.settle()
+        self._copier = copier
 
     def copy_now(self, copier: Copier, *, own: bool = True) -> bool:
         """Settle, and copy the state before the next step at once; the snapshot is held.
@@ -477,9 +489,6 @@ class Replica:
         Returns:
             the state by parameter, on rank 0, so that another world size can restore it; None on
             other ranks, and where no rank has any.
-
-        Raises:
-            CommError: a peer was lost, or didn't answer in time.
         """
         return self._binder.state()
 

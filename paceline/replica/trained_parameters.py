@@ -112,7 +112,6 @@ class TrainedParameters:
         """List the present parameters of model and optimizer.
 
         Args:
-            model: the model.
             optimizer: its optimizer, or one of them.
             scope: which of the model's parameters to list.
 
@@ -186,9 +185,6 @@ class ModelStructure:
     """Detector of changes of a model's modules and parameters, and of their buffers' counts.
 
     A look takes about 10 microseconds for a ResNet-50.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:

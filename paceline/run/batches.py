@@ -29,7 +29,6 @@ class Batches:
     """Batches of a loader by their step.
 
     Attributes:
-        loader: the loader.
         run: the run, which knows the rank and the world size.
         speeds: has the ranks' shares of the global batch.
         epochs: number of epochs of the run, after which nothing is made ahead.

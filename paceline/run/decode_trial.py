@@ -31,7 +31,6 @@ class DecodeTrial:
     """Trial of both devices in a generation's first steps.
 
     Args:
-        run: the run.
         position: of the run, which has the decision.
         present: where images are decoded now.
     """

@@ -58,13 +58,11 @@ class SmallSlices:
         """Watch the layers in a first step's block, where a small slice may follow; collective.
 
         Args:
-            models: the models.
             order: of the batches; None: the script has its own.
             samples: the number that this rank computes in the step.
 
         Raises:
             ConfigError: a layer got one value a channel, or will at the epoch's end.
-            CommError: a peer was lost, or silent.
         """
         group = self._run.context.along("data")
         tail = 0 if order is None else order.samples % order.batch_size

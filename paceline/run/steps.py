@@ -44,6 +44,7 @@ from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.timeline.timeline import SETTLE
 
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP = 3
@@ -338,12 +339,29 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
-        with self.run.timeline.span("settle"):
+        with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
         return list(self.position.sums)
+
+    def take_staleness(self) -> list[int]:
+        """Return how often all ranks read parameters 0, 1, … versions behind since the last call.
+
+        Collective; [] where they are never behind.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        reads = self._replica.stale_reads
+        context = self.run.context
+        if reads is None or context.summaries.alone:
+            return []
+        counts = torch.tensor([reads[n] for n in range(context.summaries.lag)], dtype=torch.int64)
+        reads.clear()
+        summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
+        return [int(count) for count in summed.tolist()]
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.

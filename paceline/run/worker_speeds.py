@@ -24,7 +24,7 @@ from paceline.generation.summaries import StepSummary
 from paceline.run.share_rule import ShareRule, shares_for
 from paceline.snapshots.position import Position
 
-LEAD = 3  # steps from a measured one to the first that may have other shares
+LEAD = 3  # steps from a measured one to the first that may have other shares, where the lag is 1
 UNTIMED = 3  # steps at the start of a generation, which are slower than others
 FIRST = 20  # the step where the measurement with equal shares begins
 COMPARED = 11  # the steps of that measurement
@@ -117,9 +117,13 @@ class WorkerSpeeds:
         present = planned[-1][1] if planned else self._equal(summary)
         self._rule = self._rule or ShareRule(present)
         if (shares := self._rule.measure(summary.times)) is not None:
-            first = summary.step + LEAD
+            first = self._first_after(summary.step)
             planned.append((first, list(shares)))
             self._report_change(summary, _each(summary.times, present), first, shares)
+
+    def _first_after(self, step: int) -> int:
+        """Return the first step of which no rank has yielded a batch when `step` is decided on."""
+        return step + LEAD - 1 + self._run.context.summaries.lag
 
     def _equal(self, summary: StepSummary) -> tuple[int, ...]:
         return divide(self.batch_size, [1] * len(summary.times))
@@ -140,7 +144,8 @@ class WorkerSpeeds:
         present = self._equal(summary)
         each = _each([median(column) for column in zip(*self._rows, strict=True)], present)
         clear = self._differ_clearly(present)
-        slowest = self._record(summary.step, each, summary.step + LEAD, present, clear=clear)
+        first = self._first_after(summary.step)
+        slowest = self._record(summary.step, each, first, present, clear=clear)
         if slowest is None:
             return
         now, then = (

@@ -47,7 +47,6 @@ class _Recipe:
 
     Attributes:
         config: the run's configuration, without weights to load where it resumes.
-        run: the run.
         device: this rank's.
         steps: of an epoch.
     """
@@ -180,6 +179,7 @@ def build_trainer(
         config=config.sync,
         share=share,
         average=average,
+        buffers="local" if config.sync.versions_behind else "broadcast",
     )
     replicas = session.replicate([pair])
     replicas[0].use_loss_scale(precision)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
 
@@ -65,3 +67,29 @@ def check_shares(config: SyncConfig, workers: int) -> None:
             rule="there is only one worker, which trains the whole batch",
             remedy=Message("start several workers, or leave out {--shares}"),
         )
+
+
+def refuse_stale(config: SyncConfig, needs: Mapping[str, object]) -> None:
+    """Refuse what needs all workers at once, where they are in different steps.
+
+    Args:
+        config: the options of the exchange.
+        needs: what was given, by flag; false values aren't.
+
+    Raises:
+        ConfigError: something was given; names the first.
+    """
+    if config.versions_behind == 0:
+        return
+    for flag, value in needs.items():
+        if value:
+            raise ConfigError(
+                flag=flag,
+                value=value,
+                rule=Message(
+                    "it needs the gradients or samples of all workers at once, but with "
+                    "{--staleness} {} these are in different steps",
+                    config.staleness,
+                ),
+                remedy=Message("leave it out, or use {--staleness} 0"),
+            )

@@ -99,7 +99,6 @@ def make_checkpoint(
     """Make a checkpoint of a snapshot.
 
     Args:
-        snapshot: the snapshot.
         objects: the objects whose state it is.
         generation: the present one, whose number and lineage the checkpoint has.
         sums: over all ranks and the epoch's steps up to a step, by that step. A snapshot's position

@@ -37,7 +37,6 @@ class SnapshotCommits:
 
     Args:
         run: the run, whose present ranks acknowledge.
-        snapshots: the snapshots.
         pairs: the number of pairs of a model and an optimizer.
         backup: sends the own part to the backup holder; None: no rank has copies, and what is held
             is acknowledged.
@@ -116,7 +115,6 @@ class SnapshotCommits:
 
         Raises:
             ConfigError: as `report`.
-            CommError: a peer was lost, or silent.
         """
         names = self._snapshots.uncommitted
         context = self._run.context
@@ -141,12 +139,6 @@ class SnapshotCommits:
         """Return the ids of all members whose parts make up a held snapshot."""
         members: Sequence[str] = self._snapshots.state(name)[POSITION]["members"]
         return members
-
-    def held_parts(self, name: SnapshotName) -> frozenset[str]:
-        """Return the ids of the members whose part of a held snapshot is here; own and copies."""
-        if self._backup is not None and self._backup.holds(name):
-            return self._backup.held()[name].parts
-        return frozenset({self._run.context.world.member.id} & set(self.members(name)))
 
     def backup_parts(self, name: SnapshotName, lost: Iterable[str]) -> list[OwnPart]:
         """Return the copies held here of what a snapshot has of lost members, given by their ids.

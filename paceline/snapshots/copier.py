@@ -62,7 +62,6 @@ class StateCopier:
 
     Args:
         snapshots: receives the values; where it is a `SnapshotStore`, not `full`.
-        name: of the snapshot.
         objects: the objects whose state is copied.
         position: of the run; plain values by name.
         timeline: measures the copies; None: nothing does.
@@ -112,7 +111,6 @@ class StateCopier:
         """Copy what isn't exchanged; the running statistics of the last step are installed.
 
         Args:
-            names: all parameters' names.
             exchanged: the parameters that `copy_buckets` will get.
             buffers: the buffers, by name; None: the model's present ones.
         """
@@ -161,7 +159,6 @@ class StateCopier:
         """Copy values in place of the parameters, and nothing else; the state is held.
 
         Args:
-            names: all parameters' names.
             values: by name, in place of the parameters' own.
         """
         with self._span():

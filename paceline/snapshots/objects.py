@@ -36,8 +36,6 @@ class EntryNames:
         """Return the names, by entry; they are found anew where parameters or buffers are others.
 
         Args:
-            model: the model.
-            names: its parameters' names.
             buffers: its buffers' names.
         """
         if names is not self._names or self._buffers != buffers:
@@ -52,8 +50,6 @@ class StateObjects:
     """Objects whose state a snapshot has.
 
     Attributes:
-        model: the model.
-        optimizer: its optimizer.
         tracked: further objects (schedulers, loss scalers, …), by name.
         saved: objects whose state only checkpoint files need, by name.
         tracked_entry: the entry of a checkpoint file that has the tracked objects' states; "": each
@@ -121,7 +117,6 @@ def entry_names(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str
 
     Args:
         model: the model; an entry of a parameter that has no name is left out.
-        names: its parameters' names.
     """
     first: dict[nn.Module, str] = {}  # a module's buffers are named by its first path
     entries: dict[str, str] = {}

@@ -12,7 +12,6 @@ class Position:
     """Position of a run: epoch, step and accumulated sums.
 
     Attributes:
-        epoch: the epoch's number.
         step: number of completed steps in the epoch.
         number: number of completed steps in the run.
         sums: sums over the epoch's completed steps and all ranks.

@@ -87,7 +87,6 @@ class ReplicaCheck:
         """Check the state before a step.
 
         Args:
-            step: the step's number.
             state: the parts of its snapshot, or what has received them.
             spent: the seconds that receiving them took.
 
@@ -130,7 +129,6 @@ class ReplicaCheck:
         """Stop the run if the ranks differ by a summary; by all ranks at the same boundary.
 
         Args:
-            summary: the summary.
             stepped: whether its step ended by `optimizer.step()` on this rank; of several
                 optimizers, a bit each.
 
@@ -153,12 +151,10 @@ class ReplicaCheck:
         """Compare the state before a step at once; collective.
 
         Args:
-            step: the step's number.
             state: as in `checksum_code`; None on all ranks: there is nothing to compare.
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         with self._run.timeline.span("check"), torch.no_grad():
             sums = _checksums(state) if state is not None and self.enabled else {}

@@ -41,6 +41,7 @@ from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
 from paceline.snapshots.restore import restore_state
 from paceline.snapshots.store import Borrowed, SnapshotStore, memory_note
+from paceline.timeline.timeline import SETTLE
 
 OFF = -1  # instead of an interval: no more snapshots
 MAX_STEPS = 1_000  # that a run repeats after it has lost a rank
@@ -145,9 +146,6 @@ class StepSnapshots:
         Args:
             before: a step.
             wait: then wait until all ranks acknowledge what isn't committed yet; collective.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
         while (name := self.commits.commit_next()) is None:
             if self._summaries and self._summaries[0].step < before:
@@ -170,7 +168,7 @@ class StepSnapshots:
             position: of the run; plain values by name.
             wanted: it is due, whatever the interval.
         """
-        self._copied = self._run.timeline.seconds("snapshot")
+        self._copied = self._copying_seconds()
         if not self.takes(step, wanted=wanted):
             return
         if self.alone:
@@ -188,12 +186,10 @@ class StepSnapshots:
         earlier steps are received.
 
         Args:
-            step: the step's number.
             position: of the run; plain values by name.
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         while self.obey(before=step, wait=True) is not None:
             pass
@@ -215,7 +211,6 @@ class StepSnapshots:
         """Copy the settled state before a step, which no other rank holds; local.
 
         Args:
-            step: the step's number.
             position: of the run, with all sums; plain values by name.
         """
         own = SnapshotStore()
@@ -242,7 +237,6 @@ class StepSnapshots:
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         if self.check.enabled and not self.alone:
             parts = self._new_checksums()
@@ -287,7 +281,7 @@ class StepSnapshots:
         if self._bindings != self._replica.bindings:
             self._bindings = self._replica.bindings
             self._times = []
-        copied = self._run.timeline.seconds("snapshot")
+        copied = self._copying_seconds()
         copying = copied - self._copied
         self._copied = copied
         choice = 0
@@ -313,7 +307,6 @@ class StepSnapshots:
         Older ones stay until the generation commits one of its own.
 
         Args:
-            name: the snapshot's.
             objects: restore model, optimizer and tracked objects. Otherwise they stay as they are.
 
         Returns:
@@ -354,6 +347,11 @@ class StepSnapshots:
         """Return what adds the state before a step to checksums."""
         timeline = self._run.timeline
         return StateCopier(parts, self._name(step), self.objects, {}, timeline, "check")
+
+    def _copying_seconds(self) -> float:
+        """Return the time of all copies so far, and of what they waited for."""
+        timeline = self._run.timeline
+        return timeline.seconds("snapshot") + timeline.seconds(SETTLE)
 
     def _is_due(self, step: int) -> bool:
         """Return whether the interval asks for a snapshot; of averaged weights, where rounds end.

@@ -148,7 +148,6 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
     """Read a checkpoint into this machine's memory.
 
     Args:
-        path: the file.
         peek: only look: tensors stay on the disk, and aren't compared with their checksums.
 
     Raises:

@@ -110,7 +110,6 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
     """Read a file into this machine's memory; a file that would call code is refused.
 
     Args:
-        path: the file.
         mmap: leave the tensors of a torch.save file on the disk.
 
     Raises:

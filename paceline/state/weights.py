@@ -51,7 +51,6 @@ def save_epoch(folder: Path, name: str, model: nn.Module, *, best: bool) -> None
     Args:
         folder: the run's.
         name: of the files; see `weights_files`.
-        model: the model.
         best: the epoch is the best so far.
 
     Raises:

@@ -42,9 +42,6 @@ def rounds(communicator: Communicator, clock: Callable[[], int]) -> list[Round]:
     Args:
         communicator: the ranks.
         clock: this rank's.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
     return [_round(communicator, clock) for _ in range(_ROUNDS)]
 
@@ -53,7 +50,6 @@ def offsets(made: Sequence[Round], systems: Sequence[str]) -> list[int]:
     """Return what to add to each rank's clock to get rank 0's, in nanoseconds.
 
     Args:
-        made: rounds.
         systems: of each rank, the running system.
     """
     best = min(made, key=lambda round: round.received - round.sent)

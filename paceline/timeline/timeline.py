@@ -24,10 +24,13 @@ from paceline.timeline.recorder_buffer import Span, TracedPut
 WAIT_FOR_INPUT = "wait for input"
 WAIT_FOR_LAYERS = "wait for layers"
 WAIT_FOR_SUMMARY = "wait for summary"
+READS = "reads"  # count of buckets whose version may be behind
+BEHIND = "versions behind"  # the sum over these
+SETTLE = "settle"  # between steps; it has waits
 _FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_SUMMARY)
 _APART = frozenset(("wait", "send", "update", "snapshot", "check"))  # from the span around them
 _AROUND = frozenset(("boundary", "train"))
-_SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT)
+_SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT, SETTLE)
 _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 _END = object()  # behind the last item
 _FIELDS = {  # of an account, and the spans that they sum
@@ -117,9 +120,6 @@ class Timeline:
     def account(self, step: int) -> dict[str, object]:
         """Return where the time of an ended step went, for its event; {} if it was asked before.
 
-        Args:
-            step: the step's number.
-
         Returns:
             compute_ms: the time of the span `train` without those that follow.
             exposed_ms: time spent waiting for the exchange, in this step and, as all that follows,
@@ -134,6 +134,8 @@ class Timeline:
             waits_ms: time spent waiting for each bucket, by bucket number; waits below 0.2 ms are
                 left out.
             sent, received: number of bytes that the exchange sent and received.
+            staleness: the mean number of versions by which what was read was behind, where that
+                may be above 0.
         """
         if self._trained != step:
             return {}
@@ -148,6 +150,8 @@ class Timeline:
         fields["waits_ms"] = {bucket: ms for bucket, ms in waits.items() if ms >= _SHORTEST}
         fields["sent"] = round(self._counts["sent"])
         fields["received"] = round(self._counts["received"])
+        if reads := self._counts[READS]:
+            fields["staleness"] = round(self._counts[BEHIND] / reads, 3)
         self._trained = None
         self._before = dict(sums)
         self._waits.clear()

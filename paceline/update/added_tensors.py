@@ -15,11 +15,7 @@ from torch import nn
 
 
 class AddedTensors:
-    """Detector of the tensors that are added to a model.
-
-    Args:
-        model: the model.
-    """
+    """Detector of the tensors that are added to a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -52,13 +52,11 @@ class MomentumValues:
         optimizer: has them; before a parameter's first update it has none.
         index: of the parameters' group, whose options may change.
         entry: the entry's name in the state.
-        parameters: their parameters.
         names: of the parameters.
         first: for each parameter, the state of a small one after an update, from which that of a
             parameter is made that only other workers have updated.
 
     Attributes:
-        names: of the values.
         lengths: numbers of values.
         dtype: theirs.
     """
@@ -108,10 +106,6 @@ class MomentumValues:
                 if not entries:
                     self._optimizer.state[p] = entries = self._new_entries(p, first)
                 entries[self._entry] = part.clone()
-
-    def versions(self) -> tuple[int, ...]:
-        """Return nothing: an evaluation shows no momenta."""
-        return ()
 
     def _parts(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         parts = zip(self._parameters, flat.split(self.lengths), strict=True)

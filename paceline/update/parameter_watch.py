@@ -245,11 +245,7 @@ def _has_gradient(parameter: nn.Parameter | None) -> bool:
 
 
 class ParameterGuard:
-    """Guard of parameters whose update is pending: refuses writes that the update would undo.
-
-    Args:
-        buckets: buckets of the parameters.
-    """
+    """Guard of parameters whose update is pending: refuses writes that the update would undo."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         uses = Counter(

@@ -40,7 +40,6 @@ class ShardOptimizer(DividedOptimizer):
 
     Args:
         optimizer: the user's optimizer, whose class and hyperparameters the updates use.
-        buckets: all buckets.
 
     Raises:
         ConfigError: as `DividedOptimizer`.

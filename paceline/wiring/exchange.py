@@ -68,7 +68,6 @@ class ExchangeGroups:
 
     Raises:
         ConfigError: the method needs NCCL, which doesn't connect ranks that share a GPU.
-        CommError: a rank didn't come in time.
     """
 
     def __init__(
@@ -167,8 +166,9 @@ def _served(
     )
     with ExitStack() as undo:
         undo.callback(served.close)
-        made = make_served(buckets, served, statistics, options)
+        made = make_served(buckets, served, statistics, options, staleness=config.versions_behind)
         undo.pop_all()
+    context.summaries.allow_lead(config.versions_behind)
     return made
 
 
@@ -179,7 +179,8 @@ def _remaining_servers(groups: ExchangeGroups) -> MetServers:
     groups.servers = left = before.remaining(groups.run.context)
     if lost := [name for name in before.names if name not in left.names]:
         owners = "the workers" if not left.names else many(len(left.names), "server")
-        note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on."
+        note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on"
+        note += ", without staleness." if before.config.versions_behind and not left.names else "."
         groups.run.note(note, shown=groups.run.leads)
     return left
 
@@ -267,7 +268,6 @@ class ExchangeBuilder:
 
     Args:
         groups: of the ranks that exchange them.
-        optimizer: the optimizer.
         autotuner: selects the exchange.
         normalised: the model whose running statistics are exchanged with the gradients.
         purpose: of what the context keeps.

@@ -19,8 +19,6 @@ class Pair:
     """A model, or a list of models, and one of its optimizers.
 
     Attributes:
-        model: the model.
-        optimizer: the optimizer.
         scope: what the pair has of the model, where several optimizers train it.
         entries: of checkpoint files, for the model's and the optimizer's state dict.
         config: how gradients are exchanged.

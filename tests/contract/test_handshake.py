@@ -40,7 +40,7 @@ from paceline.comm.handshake import (
     secret_of,
 )
 from paceline.comm.peer_activities import Timeout
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.errors import PeerLost
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -49,6 +49,7 @@ from paceline.version import VERSION
 from tests.harness.network.control_lines import Recorder, line_of
 from tests.harness.network.recording_proxy import RecordingProxy
 from tests.harness.network.window_kinds import LIMIT, bootstraps, shm_window, tcp_window
+from tests.harness.twins.stored_addresses import StoredAddresses
 
 HERE = "127.0.0.1"
 TOKEN = "the same in all worlds"

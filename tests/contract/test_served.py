@@ -222,7 +222,10 @@ def entries_of(ranges: Any) -> dict[str, Any]:
     return {name: {"range": [*entry[:2]], **entry[2]} for name, entry in ranges.items()}
 
 
-def test_a_worker_that_asks_late_gets_the_state_before_the_others_update() -> None:
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_a_worker_that_asks_late_gets_the_state_before_the_others_update(
+    make_optimizer: Any,
+) -> None:
     updated = threading.Event()
 
     def work(rank: Rank) -> None:
@@ -247,7 +250,7 @@ def test_a_worker_that_asks_late_gets_the_state_before_the_others_update() -> No
         after = rank.replica._binding.state.local(in_step=False)["optimizer"]
         assert not same(entries_of(before), entries_of(after))
 
-    on_workers(work, Served(2))
+    on_workers(work, Served(2), make_optimizer=make_optimizer)
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])
@@ -390,3 +393,24 @@ def test_messages_of_all_lengths_arrive_in_order(size: int) -> None:
     messages.wait_handled(1, "a test")
     thread.join()
     assert found == sent
+
+
+def test_messages_and_acknowledgements_overtake_all_buckets() -> None:
+    buckets = 3
+    spec = BucketSpec(lengths=(20,), dtype=torch.float32, returns_parameters=True)
+    layout = lay_out([spec] * buckets, Topology.of((1,)).served_by("server 0"))
+    group = WindowGroup(2, layout.server_size, layout.notifications)
+    window = group.window(0)
+    put = window.put
+    priorities = []
+
+    def note(*arguments: Any) -> None:
+        priorities.append(arguments[5])
+        put(*arguments)
+
+    window.put = note  # type: ignore[method-assign]
+    messages = Messages(window, layout, Timeout(LIMIT, LIMIT))
+    messages.send(1, b"a record", "a test")
+    messages.acknowledge(1)
+    assert len(priorities) == 2
+    assert max(priorities) < -buckets

@@ -29,7 +29,8 @@ def test_nothing_is_committed_or_taken_anew_while_a_holder_has_not_confirmed() -
         assert [name.step for name in rank.snapshots.held] == [5]
         assert rank.snapshots.newest_committed == rank.snapshots.held[0]
         (name,) = rank.snapshots.held
-        assert rank.snapshots.commits.held_parts(name) == {"start-0", "start-1"}
+        member = f"start-{c.rank}"
+        assert members.records[member].held[name].parts == {"start-0", "start-1"}
         assert set(rank.snapshots.commits.members(name)) == {"start-0", "start-1"}
 
     on_two(work)

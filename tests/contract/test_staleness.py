@@ -394,9 +394,9 @@ def test_workers_that_settle_in_each_step_train_as_one_process_does(case: str) -
         assert largest_difference(state, settling.alone()) < 1e-10
 
 
-def on_workers(work: Any) -> None:
-    """Call `work` on each of two workers that are threads, with staleness 2."""
-    served = Served(1, staleness=2)
+def on_workers(work: Any, staleness: int | None = 2) -> None:
+    """Call `work` on each of two workers that are threads."""
+    served = Served(1, staleness=staleness)
 
     def run(c: Communicator) -> None:
         rank = Rank(c, served, None)
@@ -436,6 +436,17 @@ def test_a_parameter_that_is_written_while_updates_are_pending_is_refused() -> N
         both(torch.zeros(1)).wait("the refusal")
 
     on_workers(work)
+
+
+def test_a_parameter_that_an_asynchronous_worker_writes_before_a_meeting_is_refused() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        rank.replica.settle()
+        rank.model.get_parameter("6.bias").data.mul_(0.5)
+        with pytest.raises(ConfigError, match="asynchronous workers must not write them"):
+            rank.replica._binding.synchronizer.settle(Weights.MERGED)
+
+    on_workers(work, staleness=None)
 
 
 def test_a_step_without_an_update_leaves_the_parameters() -> None:

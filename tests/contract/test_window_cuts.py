@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
@@ -29,6 +29,7 @@ from tests.harness.network.window_kinds import (
 )
 from tests.harness.network.window_traffic import Traffic
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.stored_addresses import StoredAddresses
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)

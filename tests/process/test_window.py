@@ -29,7 +29,8 @@ import sys
 from datetime import timedelta
 import torch
 from torch.distributed import FileStore
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
+from tests.harness.twins.stored_addresses import StoredAddresses
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.connection_window import connect_window
 from paceline.errors import PacelineError

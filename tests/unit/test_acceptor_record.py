@@ -37,7 +37,6 @@ def count_up(record: AcceptorRecord) -> None:
 
     def change(text: str) -> tuple[str, None]:
         number = int(text.partition(" ")[0] or 0) + 1
-        record.set_word(0, number)
         return f"{number} {_LINE}{number}", None
 
     record.update(change)
@@ -74,15 +73,6 @@ def test_all_processes_see_what_one_of_them_writes(record: AcceptorRecord) -> No
     assert record.read() == "b" * 100_000
     assert record.update(lambda text: (text, "read")) == "read"
     assert record.version == 2
-    other.close()
-
-
-def test_a_word_is_seen_without_the_text(record: AcceptorRecord) -> None:
-    other = follow(record.path)
-    record.set_word(0, 2**64 - 1)
-    record.set_word(7, 7)
-    assert [other.word(index) for index in (0, 1, 7)] == [2**64 - 1, 0, 7]
-    assert other.read() == ""
     other.close()
 
 
@@ -236,7 +226,7 @@ def test_a_kill_at_any_moment_leaves_the_old_text_or_the_new(record: AcceptorRec
     for _ in range(_KILLS):
         with forked(count):
             os.read(reader, chance.randrange(1, 20))
-        assert last < number_of(record) <= record.word(0) <= number_of(record) + 1
+        assert last < number_of(record)
         last = number_of(record) + 1
         count_up(record)
         os.set_blocking(reader, False)

@@ -47,7 +47,7 @@ SIGNATURES = {
 PROPERTIES = {
     "World": {
         *("rank", "world_size", "local_rank", "local_world_size", "device", "generation"),
-        *("epoch", "steps"),
+        *("epoch", "steps", "staleness"),
     },
     "Loader": {"epoch", "step", "steps", "count", "samples"},
 }

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.membership.backup_holder import holder_of, missing_parts
+from paceline.cluster.membership.backup_holder import holder_of
+from tests.harness.membership.missing_parts import missing_parts
 from tests.harness.processes.worlds import world_of
 
 

@@ -345,3 +345,16 @@ def test_top5_is_shown_only_where_it_says_something(labels: int, shown_top5: boo
     console.event("run", **RUN, labels=labels)
     console.event("epoch", test_accuracy=0.4321, top5=1.0, **EPOCH)
     assert ("top-5" in file.getvalue()) == shown_top5
+
+
+def test_the_staleness_of_reads_is_a_mean_in_progress_and_a_histogram_in_an_epochs_line() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **RUN)
+    for number, staleness in enumerate((9.0, 0.5, 1.0, 2.0)):
+        clock.now += 10.0 if number in (0, 3) else 0.0
+        step(console, number, staleness=staleness)
+    console.event("epoch", test_accuracy=None, staleness=[6, 3, 1], **EPOCH)
+    progress, epoch = file.getvalue().splitlines()[-2:]
+    assert progress.endswith("lr 0.1, staleness 1.2")
+    assert ", staleness 0: 60%, 1: 30%, 2: 10%, lr 0.1" in epoch

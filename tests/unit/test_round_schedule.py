@@ -57,11 +57,6 @@ def test_a_phase_that_begins_behind_the_runs_end_has_no_effect() -> None:
     assert picture(RoundSchedule("2@0,3@4", steps=3), 3) == [". 0 0", ". 0 0"]
 
 
-def test_every_at_is_the_round_length_of_a_step() -> None:
-    schedule = RoundSchedule("1@0,50@1000")
-    assert [schedule.every_at(step) for step in (0, 999, 1000, 5000)] == [1, 1, 50, 50]
-
-
 phases = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=3).map(
     lambda pairs: tuple((sum(n for n, _ in pairs[:i]), h) for i, (_, h) in enumerate(pairs))
 )
@@ -83,14 +78,13 @@ def test_in_any_schedule_each_fragment_travels_once_a_round_and_one_merge_at_a_t
     taken_last = dict.fromkeys(all_fragments, -1)
     length = steps or 45
     for step in range(length):
-        h = schedule.every_at(step)
+        h = [h for first, h in every if first <= step][-1]
         for p in schedule.taken_after(step):
             assert p not in under_way
             assert step - taken_last[p] <= max(h for _, h in every)
             under_way[p] = taken_last[p] = step
         for p in schedule.applied_before(step + 1):
             assert step - under_way.pop(p) <= min(delay, h - 1)
-        assert set(schedule.under_way_before(step + 1)) == under_way.keys()
         if any(first == step + 1 for first, _ in every) or step + 1 == steps:
             assert set(schedule.taken_after(step)) == all_fragments
             assert not under_way

@@ -134,6 +134,25 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
             "serve the same, or leave out --parameter_servers.",
         ),
         (
+            "train --train_data null --sync notified --staleness 2",
+            "--staleness 2: --sync notified exchanges gradients without parameter servers; leave "
+            "it out, or use --sync server.",
+        ),
+        (
+            "train --train_data null --sync server --staleness -1",
+            "--staleness -1: must be a whole number of at least 0.",
+        ),
+        *(
+            (
+                f"train --train_data null --epoch_size 8 --num_labels 3 --use_cpu --sync server "
+                f"--staleness 2 {given}",
+                f"{given}: it needs the gradients or samples of all workers "
+                "at once, but with --staleness 2 these are in different steps; leave it out, or "
+                "use --staleness 0.",
+            )
+            for given in ("--sync_bn True", "--clip_norm 1.0", "--clip_value 0.5")
+        ),
+        (
             "train --train_data null --sync server --wire int8",
             "--wire int8: parameter servers get gradients uncompressed; leave out --wire, or use "
             "--sync notified in place of server.",
@@ -252,7 +271,7 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
         ("server:servers=1,servers=2", "'servers=2' must be an option with a whole number"),
         ("server:stale=1", "given once; the options are staleness, servers."),
         ("server:servers=0", "servers 0: must be a whole number of at least 1."),
-        ("server:staleness=2", "staleness 2: this version has synchronous parameter servers only"),
+        ("server:staleness=-1", "'staleness=-1' must be an option with a whole number"),
     ],
 )
 def test_a_wrong_short_form_of_servers_is_refused(given: str, sentence: str) -> None:
@@ -264,6 +283,7 @@ def test_a_wrong_short_form_of_servers_is_refused(given: str, sentence: str) -> 
 def test_the_short_form_of_servers_says_what_the_class_does() -> None:
     assert parse_server("server") == Server()
     assert parse_server("server:staleness=0,servers=3") == Server(servers=3)
+    assert parse_server("server:staleness=2") == Server(staleness=2)
     assert parse_server("notified") is None
 
 

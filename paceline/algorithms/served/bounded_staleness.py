@@ -14,7 +14,7 @@ Running statistics are each worker's own until it settles: then it has the mean 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from paceline.comm.peer_activities import Startup
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
-from paceline.timeline.timeline import Timeline
+from paceline.timeline.timeline import BEHIND, READS, Timeline
 from paceline.update.batch_norm import RunningStatistics
 
 
@@ -46,7 +46,6 @@ class BoundedStaleness(WithoutSums):
 
     Attributes:
         installed: for each bucket, its version that is installed.
-        reads: how often a bucket was read whose version was so many behind, by this number.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class BoundedStaleness(WithoutSums):
         self._updates: set[int] = set()  # versions under way that return parameters
         self._read: set[int] = set()  # buckets that this step has read
         self.installed = [0] * len(self.buckets)
-        self.reads: Counter[int] = Counter()
 
     def begin(self, step: StepInfo) -> None:
         """Start a step; earlier ones may still be under way."""
@@ -87,7 +85,10 @@ class BoundedStaleness(WithoutSums):
         self._read.add(index)
         with temporarily_clear_interpreter_stack():  # the forward may be in one of `torch.func`'s
             self._install_until(bucket, self._last[index] - self._staleness)
-        self.reads[self._last[index] - self.installed[index]] += 1
+        behind = self._last[index] - self.installed[index]
+        self.reads[behind] += 1
+        self._timeline.count(READS, 1)
+        self._timeline.count(BEHIND, behind)
 
     def end(self, *, update: bool) -> None:
         """Send what backward didn't reach; let the servers update, or leave the step without."""

@@ -70,7 +70,8 @@ class ServedUpdate:
             self._exchange.send(bucket.index, empty, 0.0, f"the pull of bucket {bucket.index}")
         versions = {b.index: self._exchange.expect(b.index, parameters=True) for b in self._buckets}
         for version in set(versions.values()):
-            self._optimizer.let_return(version, None, pulls=True)
+            behind = self._buckets if version > 1 else ()  # the first one takes them to the servers
+            self._optimizer.let_return(version, None, behind, pulls=True)
         return versions
 
     def update(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:

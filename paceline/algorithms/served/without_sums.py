@@ -13,6 +13,8 @@ from paceline.errors import ConfigError, Message
 class WithoutSums(DataParallel):
     """Data-parallel synchronizer that refuses what needs all workers' gradients of one step."""
 
+    equal_between_steps = False
+
     def reduce(self) -> None:
         """Refuse: no worker has the sums of a step."""
         self._refuse()

@@ -36,9 +36,7 @@ class Evaluation:
 
     Args:
         loop: the script's loop, which enters the next generation.
-        run: the run.
         mapped: loads the samples.
-        order: their order.
         current: notes each batch before it is yielded.
     """
 

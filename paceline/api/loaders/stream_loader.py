@@ -34,7 +34,6 @@ class CurrentBatch:
     """Position of a loader's iteration.
 
     Args:
-        world: the world.
         train: the loader's batches are for `world.step()`.
         collates: batches are made by a function of the script, which may leave samples out.
     """

@@ -52,7 +52,6 @@ def describe(run: Path, result: StopResult, timeout: float) -> list[str]:
 
     Args:
         run: the run's folder.
-        result: the result.
         timeout: seconds that were waited for the end of the processes.
     """
     lines = [f"{line}" for line in result.refused]

@@ -21,7 +21,6 @@ class LaunchedProcess:
         rank: the rank that the launcher gave the process. Paceline numbers ranks machine by
             machine, so the process's rank in the world may differ.
         world_size: the number of processes that the launcher started.
-        local_rank: the process's local rank.
         local_world_size: the number of processes that the launcher started on this machine.
         node: the launcher's number for the machine, if the launcher numbers machines.
         launch_id: an identifier of this launch of the job, different from that of any other launch;

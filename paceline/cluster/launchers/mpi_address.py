@@ -30,7 +30,6 @@ def broadcast_address(
     Args:
         launched: this process, as mpirun's variables describe it.
         addresses: at which the others may reach rank 0; what the others give isn't used.
-        port: its port.
         timeout: seconds to wait for the others.
 
     Raises:

@@ -3,7 +3,7 @@
 A machine is one acceptor of the vote on the next generation, and all its processes answer for it
 from one record. The record is an anonymous file (memfd) that these processes map:
 
-    page 0   magic | version | words               64 bits each
+    page 0   magic | version                       64 bits each
     slot 0   version | length | checksum | text    the text of even versions
     slot 1   version | length | checksum | text    the text of odd versions
 
@@ -33,9 +33,6 @@ from paceline.errors import CommError, CommTimeout, many
 
 _T = TypeVar("_T")
 
-WORDS = 8
-"""The number of words that can be read without the text."""
-
 # Generous, for the texts of large worlds: pages that nothing is written to take no memory.
 _SIZE = 1 << 20
 _LIMIT_S = 5.0
@@ -43,7 +40,6 @@ _MAGIC = int.from_bytes(b"PLACCEP1", "little")
 _WORD = struct.Struct("Q")  # native: copied as one word
 _HEADER = struct.Struct("QQQ")  # version, length, checksum
 _VERSION = _WORD.size  # offset in page 0
-_FIRST_WORD = 2 * _WORD.size
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock: type, whence, start, length, pid
 _SEALS = fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -118,19 +114,8 @@ class AcceptorRecord:
     @property
     def version(self) -> int:
         """The number of changes of the text; read without a lock."""
-        return self._load(_VERSION)
-
-    def word(self, index: int) -> int:
-        """Return a word, 0 to `WORDS` - 1; read without a lock."""
-        return self._load(_offset(index))
-
-    def set_word(self, index: int, value: int) -> None:
-        """Set a word to an unsigned number of 64 bits.
-
-        A word that announces a change of the text is set by the `change` of an `update`: the word
-        is then there before the text is, also if this process is killed in between.
-        """
-        _WORD.pack_into(self._memory, _offset(index), value)
+        value: int = _WORD.unpack_from(self._memory, _VERSION)[0]
+        return value
 
     def read(self) -> str:
         """Return the text; waits for no other process.
@@ -201,10 +186,6 @@ class AcceptorRecord:
     def _slot(self, version: int) -> int:
         return mmap.PAGESIZE + version % 2 * self._slot_size
 
-    def _load(self, offset: int) -> int:
-        value: int = _WORD.unpack_from(self._memory, offset)[0]
-        return value
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
         deadline = time.monotonic() + self._limit
@@ -253,8 +234,3 @@ def _begins_with_magic(descriptor: int) -> bool:
     with suppress(OSError):  # a pipe has no offsets
         return os.pread(descriptor, _WORD.size, 0) == _WORD.pack(_MAGIC)
     return False
-
-
-def _offset(index: int) -> int:
-    assert 0 <= index < WORDS
-    return _FIRST_WORD + index * _WORD.size

@@ -60,7 +60,6 @@ class ControlStore(PolledStore):
     """Store of one generation: served by its leader, used by all members.
 
     Args:
-        line: the control line.
         leader: the leader's name on the line.
         own: whether this process is the leader.
         prefix: distinguishes the store from those of other generations.

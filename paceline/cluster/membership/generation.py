@@ -217,7 +217,6 @@ class Group:
     """Group: ranks of one generation that communicate, as one of them sees it.
 
     Attributes:
-        generation: the generation.
         ranks: the members' ranks in the generation, in order.
         rank: this process's rank in the group, 0 to size - 1.
     """

@@ -181,7 +181,6 @@ def without_quorum(
     """Return the error of a member that reaches too few machines for a decision.
 
     Args:
-        member: the member.
         reached: how many machines it reaches, and of how many.
         reasons: why it suspects others, each a sentence without its stop.
         was_stopped: whether it was stopped for so long that the others may have expelled it.

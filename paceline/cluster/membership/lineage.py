@@ -58,9 +58,7 @@ def committed_apart(lineage: Lineage, committed: int, other: Lineage) -> bool:
     """Return whether a lineage committed steps that another one lacks.
 
     Args:
-        lineage: the lineage.
         committed: the number of steps that it committed.
-        other: the other lineage.
     """
     first = first_apart(lineage, other)
     return first is not None and committed > first.start

@@ -25,7 +25,6 @@ class MachineAcceptor:
 
     Args:
         record: the machine's record, which it closes.
-        machine: the machine's number.
     """
 
     def __init__(self, record: AcceptorRecord, machine: int) -> None:

@@ -99,7 +99,6 @@ class MemberWatch:
         """Watch the members of the first generation.
 
         Args:
-            generation: the generation.
             connected: the names of the connected peers.
         """
         self._observer = Observer.starting(self._member, time.monotonic())
@@ -147,8 +146,6 @@ class MemberWatch:
         """Note a member's report.
 
         Args:
-            member: the member's id.
-            step: the step in which it is.
             number: the number of the report.
             received: as `received` returns it on that member.
         """
@@ -197,7 +194,6 @@ class MemberWatch:
         """Note that a member has left the generation; return whether it is the first to time out.
 
         Args:
-            member: the member's id.
             timed_out: whether it timed out waiting for another one.
         """
         self._left.add(member)

@@ -29,7 +29,6 @@ class WitnessThread:
     """Thread that asks the witness.
 
     Args:
-        witness: the witness.
         client: gets the answers.
     """
 

@@ -112,7 +112,6 @@ def data_facts(flag: str, records: int, fingerprint: str) -> dict[str, str]:
 
     Args:
         flag: the flag that names the data set.
-        records: its number of records.
         fingerprint: equal for equal data sets.
     """
     return {f"--{flag}'s number of records": str(records), f"--{flag}'s fingerprint": fingerprint}

@@ -141,7 +141,6 @@ def deregister_orphaned(space: StoreSpec, machine: int) -> None:
 
     Args:
         space: address of the start's space in the store.
-        machine: the machine's number.
 
     Raises:
         CommError: the store is lost, or another one of `STORE_ERRORS`.

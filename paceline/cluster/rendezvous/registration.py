@@ -107,7 +107,6 @@ class RunRecord(JsonRecord):
 
     Attributes:
         generation: the start's id.
-        machines: the number of machines.
         leader: machine 0's registration.
     """
 

@@ -57,7 +57,6 @@ class WantedServers(JsonRecord):
 
     Attributes:
         role: what they are, such as `AVERAGING`.
-        count: their number.
     """
 
     role: str
@@ -139,7 +138,6 @@ class RegisteredServer:
 
     Args:
         store: the start's.
-        registration: the server's.
     """
 
     def __init__(self, store: PolledStore, registration: Registration) -> None:
@@ -157,7 +155,6 @@ class RegisteredServer:
         """Become one of the start's servers; return whether the start came to ask for any.
 
         Args:
-            run_id: the run's.
             deadline: of all waits.
             is_over: tells that the start is over.
 

@@ -35,9 +35,6 @@ class EtcdRefusal(CommError):
 class EtcdCluster:
     """Client of an etcd cluster.
 
-    Args:
-        address: its address.
-
     Raises:
         ConfigError: etcd3gw isn't installed, or a file of the address can't be read.
     """

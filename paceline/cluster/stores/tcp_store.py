@@ -215,7 +215,6 @@ def split_address(address: str, source: str = "MASTER_ADDR:MASTER_PORT") -> tupl
     """Read HOST:PORT.
 
     Args:
-        address: the text.
         source: the flag or the variables that give it. `--master` is checked where flags are read,
             so later only a launcher's variables can be wrong.
 

@@ -63,7 +63,6 @@ class SupervisedEnd(ProcessEnd):
     """End of a supervised worker: its supervisor prints the reason and serves the store.
 
     Args:
-        environment: the worker's.
         place: the lock by which one process at a time is the worker, if this process has it.
     """
 

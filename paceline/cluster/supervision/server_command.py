@@ -13,7 +13,6 @@ class ServerCommand:
     """Command of servers; their local ranks follow the workers'.
 
     Attributes:
-        argv: the command.
         role: what they are.
         count: how many to start.
     """

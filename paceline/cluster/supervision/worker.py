@@ -135,7 +135,6 @@ def report_stop(number: signal.Signals, *, consequence: bool = False) -> None:
     """Write down for the supervisor, if there is one, that a signal stops this worker.
 
     Args:
-        number: the signal.
         consequence: another process of the run is stopped, and reports why.
     """
     environment = worker_environment()
@@ -169,7 +168,6 @@ def report_lost_supervisor(environment: WorkerEnvironment, run: Path | None) -> 
     """Print that the supervisor was killed, once a machine: the first process that comes does.
 
     Args:
-        environment: the worker's.
         run: the run's folder, as the user names it; None: it has none.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

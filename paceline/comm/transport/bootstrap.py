@@ -16,8 +16,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch._C._distributed_c10d import Store
-
 from paceline.comm.handshake import DialError, GreetingError, Handshakes, Identity, secret_of
 from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
@@ -32,25 +30,6 @@ class Addresses(Protocol):
 
     def find(self, purpose: str, rank: int) -> str:
         """Return the address of another rank for a purpose, once it is published."""
-
-
-@dataclass(frozen=True)
-class StoredAddresses:
-    """Addresses that ranks publish in a store.
-
-    Attributes:
-        store: the store; no earlier generation used it.
-    """
-
-    store: Store
-
-    def publish(self, purpose: str, rank: int, where: str) -> None:
-        """Publish this rank's address."""
-        self.store.set(f"{purpose}/{rank}", where)
-
-    def find(self, purpose: str, rank: int) -> str:
-        """Return another rank's address, once it is there; within the store's timeout."""
-        return self.store.get(f"{purpose}/{rank}").decode()
 
 
 @dataclass(frozen=True, kw_only=True)

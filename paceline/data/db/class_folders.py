@@ -151,7 +151,6 @@ def _walk(
     """Yield names of files below `folder`, beginning with `name`, sorted; None for skipped ones.
 
     Args:
-        folder: the folder.
         name: its name in the data set.
         above: the folders that lead to it.
         link_cycles: receives the names of links to one of them, or to the folder itself.

@@ -58,7 +58,6 @@ class Chunk:
         end: the sample after its last one.
         first: the first slot of the room's chunks, in the queue.
         last: the slot after their last one.
-        slot: the chunk's own slot.
     """
 
     serial: int

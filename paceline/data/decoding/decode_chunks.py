@@ -84,8 +84,6 @@ def decode_chunks(
     """Make samples until the queue says that this worker ends, or decoding can't go on.
 
     Args:
-        worker: the worker's number.
-        queue: the queue of chunks.
         rooms: the rooms of the batches.
         reports: receives a packet for each record that gives no sample, and one where decoding
             can't go on.

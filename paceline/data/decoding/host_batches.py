@@ -18,7 +18,6 @@ class HostBatches:
 
     Args:
         pool: the decode processes.
-        maker: the sample maker.
         upload: the uploader.
     """
 

@@ -29,7 +29,6 @@ class Ended:
     """Report that a decode process has ended.
 
     Attributes:
-        worker: the worker's number.
         process: its process id, or 0.
         status: its exit status, or minus the signal that killed it; None: unknown, because the
             server ended too.
@@ -51,7 +50,6 @@ class ServerProcess:
     """Running fork server and its decode processes.
 
     Args:
-        queue: the queue of chunks.
         ring: the descriptor of the rooms' memory.
         reports: the socket to which decode processes send reports.
         makers: the sample makers, by number.

@@ -32,7 +32,6 @@ class DeviceMaking:
     Attributes:
         work: their files.
         dropped: set once no step takes them any more.
-        batch: the batch.
     """
 
     work: Work
@@ -80,7 +79,6 @@ class DeviceBatches:
     Args:
         pool: the decode processes.
         maker: prepares what the decoder needs.
-        decoder: the decoder.
         thread: the thread in which it is used.
     """
 

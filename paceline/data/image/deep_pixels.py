@@ -87,8 +87,6 @@ def eight_bit_grey(
     """Scale a grey image that has a depth to 8 bits.
 
     Args:
-        image: the image.
-        depth: its depth.
         value_range: the values that become 0 and 255; None: 0 and what its format states.
 
     Raises:

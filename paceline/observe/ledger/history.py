@@ -71,7 +71,6 @@ class Stretch:
     Attributes:
         member: the member whose file this is, as `GenerationRecords.members` names it.
         rank: the member's rank.
-        generation: the generation's number.
         epoch: the epoch number that the rank recorded.
         start: the first step, counted from the run's first step.
         end: the step after the last one.
@@ -100,7 +99,6 @@ class GenerationRecords:
 
     Attributes:
         key: the generation's id; `#<number>` in a generation of an earlier version.
-        number: the generation's number.
         headers: the set of what the ranks recorded of its lineage: the generations from which it
             descends, and itself. It has one element if the ranks agree, and is empty in a
             generation of an earlier version.

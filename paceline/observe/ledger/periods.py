@@ -25,7 +25,6 @@ class Period:
 
     Attributes:
         number: the generation's number; the next known one's where it has no event file.
-        generation: the generation's records.
         start: the first step.
         end: the step after the last one; for the last period, the run's end.
     """

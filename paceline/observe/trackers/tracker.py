@@ -47,7 +47,6 @@ class Point:
 
     Attributes:
         step: number of the step, from 0.
-        values: the values.
         time: when they were recorded, in seconds since 1970.
     """
 

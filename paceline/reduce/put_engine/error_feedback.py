@@ -26,7 +26,6 @@ class ErrorFeedback:
     """Error feedback of one bucket: encodes this rank's local shard, and retains the residual.
 
     Args:
-        layout: layout of the bucket.
         local_shard: index of the local shard that this rank owns.
         group: the number of this rank's group.
 

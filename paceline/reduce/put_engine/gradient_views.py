@@ -87,7 +87,6 @@ class GradientViews:
     """Gradient views of a bucket: present its gradients as pieces, zero-copy where possible.
 
     Args:
-        layout: layout of the bucket.
         templates: the parameters, or tensors of their shapes and strides.
         names: the parameters' names, for errors.
     """

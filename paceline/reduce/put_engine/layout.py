@@ -202,7 +202,6 @@ class BufferArray:
     Attributes:
         offset: offset of the first buffer in the window, in bytes.
         stride: distance from one buffer to the next, in bytes.
-        count: number of buffers.
     """
 
     offset: int
@@ -224,7 +223,6 @@ class BucketLayout:
     """Layout of one room of a bucket in a window.
 
     Attributes:
-        index: the bucket's number.
         spec: the bucket's specification.
         shards: (local shards, groups + 1), value indices in the bucket: for each local shard, the
             boundaries of the groups' shards.

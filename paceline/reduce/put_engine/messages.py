@@ -6,6 +6,9 @@
 A message is bytes of any length. The sender puts one part at a time, and the next one once that is
 acknowledged, so that one receive buffer a peer is enough. The last part is acknowledged when the
 message has been handled: `wait_handled` returns then.
+
+Messages and acknowledgements overtake gradients and parameters that wait to be sent: servers return
+nothing of a step before they have its record.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from paceline.reduce.put_engine.layout import MESSAGE, Layout
 _LENGTH = 8  # bytes, in front of each part: of what is left of the message, this part included
 _PART = MESSAGE - _LENGTH
 _WAIT_SLICE_S = 0.5
+_URGENT = -(2**31)  # a put's priority; buckets have minus their index
 
 
 class Messages:
@@ -63,6 +67,7 @@ class Messages:
                 torch.frombuffer(data, dtype=torch.uint8),
                 self.layout.message,
                 self._sent[peer],
+                _URGENT,
             )
 
     def wait_handled(self, peer: int, operation: str) -> None:
@@ -94,7 +99,8 @@ class Messages:
 
     def acknowledge(self, peer: int) -> None:
         """Acknowledge what has been received of a peer; it has been handled."""
-        self._window.put(peer, 0, None, self.layout.message + 1, self._received[peer])
+        row = self.layout.message + 1
+        self._window.put(peer, 0, None, row, self._received[peer], _URGENT)
 
     def _buffer(self, *, of: int, sender: int) -> int:
         """Return the offset of a rank's receive buffer for a sender's messages."""

@@ -49,7 +49,6 @@ class Owner:
     Args:
         window: this rank's window.
         rank_layout: layout of this rank.
-        buckets: the states of all buckets.
         sender: of this rank's contributions; None: it has none.
 
     Attributes:

@@ -28,7 +28,6 @@ class Sender:
     Args:
         window: this rank's window.
         rank_layout: layout of this rank.
-        buckets: the states of all buckets.
 
     Attributes:
         sent: (buckets,), for each bucket the last version that this rank has sent.
@@ -90,7 +89,6 @@ class Sender:
         The owner's thread calls it where the group's ranks are summed before, or encoded.
 
         Args:
-            bucket: the bucket of the shards.
             pieces: of this rank's local shard.
             weight: what these are still to be multiplied by.
             flags: of their parameters.

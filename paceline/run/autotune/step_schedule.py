@@ -134,7 +134,6 @@ def step_seconds(
     """Return seconds a step, by when each bucket's exchange ends.
 
     Args:
-        profile: the step.
         buckets: in the order in which the forward first reads them.
         ends: seconds from the backward's beginning, one a bucket.
     """

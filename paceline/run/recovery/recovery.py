@@ -52,7 +52,6 @@ class Recovery:
 
     Args:
         replica: this rank's model replica.
-        run: the run.
         snapshots: the snapshots in memory.
         position: the run's position, which `go_back` sets.
         steps: runs the steps.
@@ -210,7 +209,8 @@ class Recovery:
             verb = "continues" if group.size == 1 else "continue"
             print_message(
                 f"{reasons}. {many(group.size, 'process')} {verb} from {start} as generation "
-                f"{generation.number}, decided after {successor.seconds:.2f} s."
+                f"{generation.number}, decided after {successor.seconds:.2f} s"
+                f"{self._bound(generation.start)}."
             )
         return successor
 
@@ -221,6 +221,15 @@ class Recovery:
         outside = OutsideWorld(sentence)
         outside.remedy = "Start it again, with a run folder if it is to resume after such a loss."
         return outside
+
+    def _bound(self, start: int) -> str:
+        """Return how many steps are trained again at most, where workers were in different steps.
+
+        No worker leads this one by more than the staleness.
+        """
+        lead = self._run.context.summaries.lag - 1
+        steps = self._position.number + lead - start
+        return f"; at most {many(steps, 'step')} are trained again" if lead > 0 else ""
 
     def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
         group = successor.group

@@ -77,7 +77,6 @@ class GivenHyperparameters:
 
         Args:
             entry: its entry in checkpoints.
-            optimizer: the optimizer.
             model: has the names of its parameters.
         """
         self._optimizers[entry] = optimizer

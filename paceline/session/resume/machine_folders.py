@@ -40,7 +40,6 @@ class FoundFile:
     """Checkpoint file of one machine.
 
     Attributes:
-        path: the file.
         contents: identifies its contents.
         size: in bytes.
         step, number, lineage: as in its header; without meaning for another run's checkpoint.
@@ -160,9 +159,6 @@ def gather_records(run: Run, own: FolderRecord | None) -> dict[int, FolderRecord
     Args:
         run: connects the ranks.
         own: what this rank found, as the first one of its machine; else None.
-
-    Raises:
-        CommError: a rank didn't come in time.
     """
     data = own.to_text().encode() if own is not None else b""
     context = run.context

@@ -153,7 +153,6 @@ class Start:
         """Restore the exchange's state, if there is any; return sentences for the user.
 
         Args:
-            replica: the replica.
             pair: the index of its model and optimizer, where there are several.
         """
         state = (self.edited or {}).get(exchange_entry(pair))

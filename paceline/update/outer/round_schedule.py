@@ -23,7 +23,6 @@ Steps are numbered from 0. Everything here is a pure function, equal on all work
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.average import Every, phases_of
@@ -69,10 +68,6 @@ class RoundSchedule:
         self._all = range(fragments)
         self._delay = delay
 
-    def every_at(self, step: int) -> int:
-        """Return H of the round in which a step lies."""
-        return self._phase(step).every
-
     def taken_after(self, step: int) -> tuple[int, ...]:
         """Return the fragments that are taken after a step, in order."""
         phase = self._phase(step)
@@ -89,34 +84,12 @@ class RoundSchedule:
         if step == 0:
             return ()
         phase = self._phase(step - 1)
+        delayed = step - 1 - self._delay_in(phase)
         if phase.end is None or step < phase.end - 1:  # the end of a phase moves no merge
-            taken = step - 1 - self._delay_in(phase)
-            return self.taken_after(taken) if taken >= phase.first else ()
-        return tuple(p for due, p in self._merges_before(step) if due == step)
-
-    def under_way_before(self, step: int) -> tuple[int, ...]:
-        """Return the fragments taken before a step whose merge is applied before a later one.
-
-        A run that ends before `step`, out of the schedule, applies these. Then it takes and applies
-        all fragments, except those of `taken_after(step - 1)`, which have no untaken step.
-        """
-        return tuple(p for due, p in self._merges_before(step) if due > step)
-
-    def _merges_before(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield the newest merges: the step that one is applied before, and its fragment.
-
-        None is under way at the end of a phase, so all are of the phase of the step before.
-        """
-        if step == 0:
-            return
-        phase = self._phase(step - 1)
-        delay = self._delay_in(phase)
-        for taken in range(max(phase.first, step - 1 - delay), step):
-            due = taken + 1 + delay
-            if phase.end is not None:
-                due = max(taken + 1, min(due, phase.end - 1))
-            for fragment in self.taken_after(taken):
-                yield due, fragment
+            return self.taken_after(delayed) if delayed >= phase.first else ()
+        # No merge travels beyond its phase: those under way are applied before its last step.
+        first = step - 1 if step == phase.end else max(phase.first, delayed)
+        return tuple(p for taken in range(first, step) for p in self.taken_after(taken))
 
     def _delay_in(self, phase: _Phase) -> int:
         return min(self._delay, phase.every - 1)

@@ -19,7 +19,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.generation.connector import connect
 from paceline.generation.context import GenerationContext, WindowSpec
@@ -32,6 +32,7 @@ from tests.harness.processes.worlds import open_context, world_of
 from tests.harness.twins.communicator import ThreadGroup
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.invited_threads import InvitedThreads
+from tests.harness.twins.stored_addresses import StoredAddresses
 from tests.harness.twins.window import WindowGroup
 from tests.harness.twins.window_context import WindowContext
 

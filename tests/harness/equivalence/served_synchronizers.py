@@ -18,13 +18,14 @@ from paceline.algorithms.served.synchronizer import make_served
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
 from paceline.comm.peer_activities import Timeout
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.update.owned_shards import OwnedShards
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.invited_threads import InvitedThreads
+from tests.harness.twins.stored_addresses import StoredAddresses
 from tests.harness.twins.window import WindowGroup
 from tests.harness.twins.window_context import WindowContext
 

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
 from paceline.cli.flags import parse
-from paceline.cluster.membership.backup_holder import holder_of, missing_parts
+from paceline.cluster.membership.backup_holder import holder_of
 from paceline.cluster.membership.generation import Ancestor, Group
 from paceline.cluster.membership.protocol import Successor
 from paceline.cluster.membership.snapshot_name import SnapshotName
@@ -57,6 +57,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
 from tests.harness.equivalence.trainer_breaks import Breaks, Moment
 from tests.harness.membership.given_membership import GivenMembership
+from tests.harness.membership.missing_parts import missing_parts
 from tests.harness.processes.sessions import session_of
 from tests.harness.processes.worlds import world_of
 

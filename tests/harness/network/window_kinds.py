@@ -15,9 +15,10 @@ from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow, connect_window
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.transport.bootstrap import Bootstrap, StoredAddresses
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
+from tests.harness.twins.stored_addresses import StoredAddresses
 from tests.harness.twins.window import WindowGroup
 
 T = TypeVar("T")

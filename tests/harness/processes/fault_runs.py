@@ -192,6 +192,10 @@ class FaultRun:
         """Kill a machine's supervisor alone."""
         self._commands[machine].send(signal.SIGKILL)
 
+    def interrupt(self, machine: int = 0) -> None:
+        """Send a machine's supervisor what Ctrl-C does."""
+        self._commands[machine].send(signal.SIGINT)
+
     def release(self) -> None:
         """Let the workers leave step `LAST_KILL`: no kill follows."""
         (self.folder / "killed").touch()

@@ -29,7 +29,6 @@ class Vote:
     """Vote on the successor of a generation, as one member takes part in it.
 
     Args:
-        generation: the generation.
         member: the id of this member.
         acceptors: get this member's requests.
         watch: knows what this member knows of the others.
@@ -37,7 +36,6 @@ class Vote:
         promise_limit: seconds after which a quorum of promises suffices.
 
     Attributes:
-        generation: the generation.
         began_at: when this member began to take part, by the monotonic clock.
     """
 

@@ -46,7 +46,6 @@ class Greeter:
     """Connection whose greeting is under way.
 
     Args:
-        thread: the line's thread.
         sockets: the line's open sockets.
         connection: a connection that is open or, for a dialer, being made.
         greeting: this side's greeting.
@@ -107,7 +106,6 @@ class Listener:
     Of too many, the oldest of the address that has the most is closed.
 
     Args:
-        thread: the line's thread.
         sockets: the line's open sockets.
         server: the listening socket.
         owner: makes the greetings, and gets the connections.

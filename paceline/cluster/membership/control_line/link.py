@@ -27,7 +27,7 @@ class LinkOwner(Protocol):
     def link_received(self, link: Link, frame: Frame) -> None:
         """Take a frame."""
 
-    def link_ended(self, link: Link, reason: str) -> None:
+    def close_link(self, link: Link, reason: str) -> None:
         """Handle the connection's end."""
 
 
@@ -35,8 +35,6 @@ class Link:
     """Link to one peer: the connection for frames, and the row of that for beats.
 
     Args:
-        peer_name: the peer.
-        thread: the line's thread.
         connection: the connection for frames, authenticated.
         row: the row of the connection for beats.
         max_bulk: the bulk bytes that are queued, or received in one frame, at most.
@@ -93,17 +91,17 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            self._owner.link_ended(self, reason_of(error))
+            self._owner.close_link(self, reason_of(error))
             return
         except InvalidFrame as error:
-            self._owner.link_ended(self, f"it sent bytes that are no frames: {error}")
+            self._owner.close_link(self, f"it sent bytes that are no frames: {error}")
             return
         for frame in frames:
             if self.open:
                 self._owner.link_received(self, frame)
         # After the frames: a peer that closes its connection has sent its reason just before.
         if not size and self.open:
-            self._owner.link_ended(self, PEER_CLOSED)
+            self._owner.close_link(self, PEER_CLOSED)
 
     def _flush(self) -> None:
         """Send until the socket is full, nothing is left, or others have their turn."""
@@ -123,7 +121,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._owner.link_ended(self, reason_of(error))
+            self._owner.close_link(self, reason_of(error))
         if self.open:
             self._thread.watch(self.connection, READ | WRITE, self._on_ready)
 

@@ -25,7 +25,6 @@ class WriteLease:
     """Lease of a member; the control line's thread renews it, and any thread may wait for it.
 
     Args:
-        member: the member's id.
         duration: seconds that the lease lasts: the peer timeout.
         clock: returns seconds, by the machine's monotonic clock.
     """

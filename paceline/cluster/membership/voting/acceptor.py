@@ -79,9 +79,7 @@ def answer(
     """Answer a request; the answer may be sent once the record is replaced.
 
     Args:
-        record: the machine's record.
         acceptor: the machine's name as an acceptor.
-        request: the request.
 
     Returns:
         the new record; and the answer, None where the machine has no vote: it is asked because it
@@ -121,10 +119,8 @@ def acknowledge(
     """Record what a member holds: before it acknowledges a snapshot, and before it drops one.
 
     Args:
-        record: the machine's record.
         generation: the member's present generation; for a process that wants to join, the one that
             it wants to join.
-        member: its id.
         held: all snapshots that it holds.
 
     Returns:

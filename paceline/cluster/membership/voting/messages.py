@@ -100,7 +100,6 @@ class Promise(JsonRecord):
     Attributes:
         generation: the id of the generation that is voted upon.
         ballot: the promised ballot.
-        acceptor: the acceptor's name.
         accepted: the proposal that it has accepted; None: none.
         holdings: what the machine's members hold.
     """

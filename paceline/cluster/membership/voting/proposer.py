@@ -37,7 +37,6 @@ class Proposer:
 
     Attributes:
         generation: the generation that is voted upon.
-        ballot: the ballot.
         view: what the proposer knows of the members.
         token: the secret of the value that it proposes, if the choice is free.
         witness: the nonce of that value's witness; None: as in this generation.

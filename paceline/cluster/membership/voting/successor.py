@@ -71,7 +71,6 @@ def indispensable_machine(generation: Generation, witness_machine: int | None = 
     """Return the number of the machine whose loss alone would stop the run; None: there is none.
 
     Args:
-        generation: the generation.
         witness_machine: the machine of the run on which the witness is, if it is on one.
     """
     machines = generation.machines

@@ -47,7 +47,6 @@ def answer(
 
     Args:
         record: the witness's record; None: it was never asked.
-        request: the request.
 
     Returns:
         the new record; and the answer, None where the witness has no vote.

@@ -30,8 +30,6 @@ class MemberRecord(JsonRecord):
     Attributes:
         id: the member's id; `supervisor-<machine>` for a supervisor.
         role: what the process is; a supervisor is no member of a generation.
-        machine: its machine's number.
-        process: the process.
         socket: name of the abstract Unix socket at which it answers requests.
     """
 

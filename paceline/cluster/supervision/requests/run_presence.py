@@ -22,7 +22,6 @@ class RunPresence:
         run: the run's folder, which exists.
         id: the member's id; `supervisor-<machine>` for a supervisor.
         role: what the process is.
-        machine: its machine's number.
         report: returns the run's status at once; called in another thread.
 
     Raises:

@@ -14,10 +14,8 @@ class MemberStatus:
     """A member of the run's present generation.
 
     Attributes:
-        id: the member's id.
         rank: its rank in this generation.
         role: "worker" or "server".
-        machine: its machine's number.
         host: its machine's host name.
         pid: its process; None where the reporting process doesn't know it.
     """
@@ -35,7 +33,6 @@ class MemberLoss:
     """A lost member of an earlier generation.
 
     Attributes:
-        member: the member's id.
         generation: the number of the generation from which it was lost.
         cause: the evidence, a sentence.
         seconds: what the loss cost, from its detection to the first new step; None if unknown.

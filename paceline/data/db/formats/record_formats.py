@@ -88,7 +88,6 @@ def encode_record(image: bytes | Pixels, label: int, record_format: RecordFormat
     Args:
         image: an encoded file, or pixels in RGB (height, width, 3) or grey (height, width, 1).
         label: the class, 0-based.
-        record_format: the format.
     """
     message = (_datum if record_format == "datum" else _tensorprotos)(image, label)
     return bytes(message.SerializeToString())

@@ -51,7 +51,6 @@ def write_index(
         keys: every record's key, in any order.
         labels: the records' classes, in the order of `keys`.
         label_names: the classes' names, label 0 first.
-        record_format: the format of all records.
         offsets: where each record begins, in the order of `keys`; a minidb needs them.
 
     Raises:

@@ -28,7 +28,6 @@ class NewDatabase:
 
     Attributes:
         writer: writes the database's files.
-        format: the format of all records.
         classes: the classes' names, in the order of their labels.
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.

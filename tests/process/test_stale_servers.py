@@ -1,0 +1,129 @@
+"""Parameter servers with bounded staleness, as processes: they train, end, resume and lose some.
+
+Weights depend on the workers' speeds, so that no other run has the same. What must hold is that
+each sample is trained once, and that all workers have the same weights wherever they meet.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.processes.command import Result, all_end
+from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, requires_exact
+from tests.harness.processes.run_folders import events
+
+STALE = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01", "--staleness", "2")
+
+
+def requires_trained(stale: FaultRun, ended: Result) -> None:
+    """Require an exact ledger, equal weights of all workers, and that no process is left."""
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    requires_exact(stale)
+    first, *others = (stale.weights_of(rank) for rank in stale.completed())
+    for other in others:
+        assert distance(first, other) == 0
+    assert all_end(stale.servers())
+
+
+def steps(stale: FaultRun, rank: int) -> list[dict[str, Any]]:
+    """Return a worker's events of its steps."""
+    return [event for event in events(stale.run_folder, rank) if event["event"] == "step"]
+
+
+@pytest.mark.timeout(300)
+def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weights(
+    tmp_path: Path,
+) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(3,))
+    stale.reach(FIRST_KILL)
+    stale.release()
+    ended = stale.wait()
+    assert stale.completed() == [0, 1, 2]
+    requires_trained(stale, ended)
+    lines = re.findall(r"epoch \d/5: .* staleness 0: \d+%, 1: \d+%, 2: \d+%, lr", ended.text)
+    assert len(lines) == 5, ended.text
+    behind = [event["staleness"] for rank in range(3) for event in steps(stale, rank)]
+    assert len(behind) == 3 * 30
+    assert 0 < max(behind) <= 2
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_saves_the_state_and_the_same_command_resumes(tmp_path: Path) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    stale.interrupt()
+    stale.release()
+    ended = stale.wait()
+    assert ended.status == 130, ended.text
+    assert " is saved in runs/r, and the same command resumes it." in ended.text
+    assert all_end(stale.servers())
+    again = stale.again()
+    assert again.status == 0, again.text
+    requires_exact(stale)
+
+
+def requires_bound(stale: FaultRun, ended: Result) -> None:
+    """Require a line with a bound of the steps that are trained again, which no worker passes."""
+    (bound,) = re.findall(r"; at most (\d+) steps? are trained again\.", ended.text)
+    for rank in range(stale.count):
+        again = [
+            event["steps"]
+            for event in events(stale.run_folder, rank)
+            if event["event"] == "recovery"
+        ]
+        assert all(count <= int(bound) for count in again)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_continue_where_a_worker_is_killed(tmp_path: Path, lost: int) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(3,))
+    stale.reach(FIRST_KILL)
+    stale.kill(lost)
+    stale.release()
+    ended = stale.wait()
+    assert stale.completed() == [rank for rank in range(3) if rank != lost]
+    requires_trained(stale, ended)
+    requires_bound(stale, ended)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("lost", "owned"),
+    [
+        ((0,), "by 1 server from now on."),
+        ((0, 1), "by the workers from now on, without staleness."),
+    ],
+    ids=["one", "all"],
+)
+def test_the_workers_continue_without_servers_that_are_killed(
+    tmp_path: Path, lost: tuple[int, ...], owned: str
+) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    for number in lost:
+        stale.servers()[number].kill()
+    stale.release()
+    ended = stale.wait()
+    assert f": all parameters are owned {owned}" in ended.text
+    assert stale.completed() == [0, 1]
+    requires_trained(stale, ended)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_of_which_all_workers_are_killed_resumes(tmp_path: Path) -> None:
+    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale.reach(FIRST_KILL)
+    stale.reach_checkpoint()
+    stale.kill(0, 1)
+    assert stale.wait().status == 1
+    assert all_end(stale.servers())
+    stale.release()
+    again = stale.again()
+    assert again.status == 0, again.text
+    requires_exact(stale)
