@@ -85,7 +85,7 @@ class Members:
             ids = [member.id for member in generation.members]
             assert not one.line.wait_connected(ids, LIMIT)
             one.begin(self.generation)
-            one.attach(self.generation, self.interrupted[rank])
+            one.waits.attach(self.generation, self.interrupted[rank])
 
     def enter_step(self, number: int, *ranks: int) -> None:
         """Let these members be in a step to their end; the others work outside one."""
@@ -383,7 +383,7 @@ def test_progress_in_an_earlier_generation_does_not_count_in_the_next(
     members.kill(2)
     following = agreed(members.next((0, 1)))
     interrupted = Interrupted()
-    members.all[0].attach(following, interrupted)
+    members.all[0].waits.attach(following, interrupted)
     members.all[0].report_progress(following, 4)
     assert not interrupted.wait(OPTIONS.timeout + 1.0)
 

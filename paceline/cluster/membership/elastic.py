@@ -197,7 +197,7 @@ class ElasticMembership:
             self._voter.await_members(group)
             store = self._voter.store_of(group)
         # Before the ranks connect: a member may be lost while the others still do.
-        self._voter.attach(generation, waits)
+        self._voter.waits.attach(generation, waits)
         self._entered = generation
         return store
 

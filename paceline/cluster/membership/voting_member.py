@@ -51,7 +51,7 @@ from paceline.cluster.membership.generation_waits import (
 from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
 from paceline.cluster.membership.member_watch import TIMED_OUT_S, MemberWatch
-from paceline.cluster.membership.protocol import FrameHandler, Interruptible
+from paceline.cluster.membership.protocol import FrameHandler
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
     Answer,
@@ -101,6 +101,7 @@ class VotingMember:
 
     Attributes:
         activities: what the members do.
+        waits: what the loss of a member interrupts.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class VotingMember:
         self._end_asked: Callable[[bool], None] = lambda supervised: None
         self._stores = ControlStores()
         self._acceptors = AcceptorLinks(generation, acceptor, witness, self)
-        self._waits = GenerationWaits(self._stores)
+        self.waits = GenerationWaits(self._stores)
         self._lease = WriteLease(member.id, options.peer_timeout)
         # What follows is used on the line's thread only.
         self._generation = generation  # that is voted upon next
@@ -165,10 +166,6 @@ class VotingMember:
 
         self._on_line(start)
 
-    def attach(self, generation: Generation, waits: Interruptible) -> None:
-        """Let the loss of a member interrupt a generation's waits, at once where it is known."""
-        self._waits.attach(generation, waits)
-
     def await_members(self, group: Group) -> None:
         """Wait until all members of a later generation have come to enter it.
 
@@ -182,7 +179,7 @@ class VotingMember:
         timeout = self._options.timeout
         with WaitLimit(timeout, self.activities, "the next generation") as limit:
             while absent := self.activities.absent():
-                if self._waits.has_ended(generation):
+                if self.waits.has_ended(generation):
                     raise PeerLost(
                         f"Generation {generation.number} has ended before all its ranks entered it."
                     )
@@ -212,7 +209,7 @@ class VotingMember:
                 timedelta(seconds=self._options.timeout),
             )
 
-        return self._waits.store_of(generation, open_store)
+        return self.waits.store_of(generation, open_store)
 
     def acknowledge(self, generation: Generation, held: tuple[Held, ...]) -> bool:
         """Record what this member holds; return False where nothing may be acknowledged."""
@@ -255,7 +252,7 @@ class VotingMember:
         timed_out = isinstance(error, CommTimeout)
         self._on_line(lambda: self._leave(present, str(error), timed_out=timed_out))
         limit = 2 * self._options.timeout + 2 * self._options.peer_timeout + TIMED_OUT_S
-        change = self._waits.next(present, limit)
+        change = self.waits.next(present, limit)
         if change is None:
             raise OutsideWorld(f"No decision about the next generation within {limit:g} s: {error}")
         if self._member.id not in {member.id for member in change.generation.members}:
@@ -299,7 +296,7 @@ class VotingMember:
     def close(self) -> None:
         """End the control line and its threads."""
         self.line.close()
-        self._waits.close()
+        self.waits.close()
         self._acceptors.close()
 
     # Events of the control line.
@@ -388,8 +385,8 @@ class VotingMember:
     def _fail(self, error: CommError) -> None:
         """End the wait of the training thread with an error."""
         self._lease.end()
-        self._waits.fail(error)
-        self._waits.interrupt(self._generation)
+        self.waits.fail(error)
+        self.waits.interrupt(self._generation)
 
     def _judge(self) -> None:
         """Judge, again and again."""
@@ -464,7 +461,7 @@ class VotingMember:
         if not self._began or self._ending:
             return
         generation = self._generation
-        self._waits.interrupt(generation)
+        self.waits.interrupt(generation)
         if self._vote is None:
             self._detected_at = time.monotonic()
             self._vote = Vote(
@@ -524,7 +521,7 @@ class VotingMember:
             self._vote = None
         # The outcome may be the first that this member
         # learns of the vote; its waits still last then.
-        self._waits.interrupt(ended)
+        self.waits.interrupt(ended)
         remaining = {member.id for member in value.members}
         lost = tuple(member for member in ended.members if member.id not in remaining)
         for member in lost:
@@ -552,7 +549,7 @@ class VotingMember:
             self._lease.enter(remaining, renew=not stopped)
         else:
             self._lease.end()
-        self._waits.decide(ended, change)
+        self.waits.decide(ended, change)
         if self._member.id not in remaining:
             self._closing = True
         elif self._watch.suspicions:

@@ -11,7 +11,8 @@ any processor (`tests/harness/reference/`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +36,8 @@ TINY = 2.0**-119
 LARGE = 2.0**127
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
+
+Loops = tuple[Callable[..., None], Callable[..., None]]  # a codec's: to encode, to reduce
 
 jit = compiler(error_model="numpy")
 
@@ -99,28 +102,21 @@ def _add_up_by_torch(
                 out[start:stop] += piece * weight
 
 
-class Bf16:
-    """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
+class CompiledCodec(ABC):
+    """Base class of codecs whose loops numba compiles: they are given addresses, and numbers."""
 
-    A residual needs at most 16 bits, so for an encoded value v, residual + decoded equals v
-    exactly. A value that rounds to infinity is lost. A NaN becomes 0x7fc0.
-    """
-
+    @abstractmethod
     def size(self, numel: int) -> int:
         """See `Codec`."""
-        return 2 * numel
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
     ) -> None:
         """See `Codec`."""
-        assert data.numel() == self.size(after.numel())
-        _encode_bf16(*addresses(sources, weight, before, data, after), after.numel())
-
-    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """See `Codec`."""
-        assert data.numel() == self.size(out.numel())
-        _decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
+        numel = after.numel()
+        assert data.numel() == self.size(numel)
+        where = addresses(sources, weight, before, data, after)
+        self._loops()[0](*where, numel, *self._format(numel))
 
     def reduce(
         self,
@@ -133,13 +129,42 @@ class Bf16:
         out: Tensor,
     ) -> None:
         """See `Codec`."""
-        assert data.numel() == self.size(out.numel())
+        numel = out.numel()
+        assert data.numel() == self.size(numel)
         others = contributions(parts, data, out, after)
         where = addresses(sources, weight, before, data, after)
-        _reduce_bf16(others, *where, out.data_ptr(), out.numel())
+        self._loops()[1](others, *where, out.data_ptr(), numel, *self._format(numel))
+
+    @abstractmethod
+    def _loops(self) -> Loops:
+        """Return the compiled loops of `encode` and `reduce`."""
+
+    def _format(self, numel: int) -> tuple[int, ...]:
+        """Return what the loops are given behind the number of values."""
+        return ()
 
 
-class Int8:
+class Bf16(CompiledCodec):
+    """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
+
+    A residual needs at most 16 bits, so for an encoded value v, residual + decoded equals v
+    exactly. A value that rounds to infinity is lost. A NaN becomes 0x7fc0.
+    """
+
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return 2 * numel
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See `Codec`."""
+        assert data.numel() == self.size(out.numel())
+        _decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
+
+    def _loops(self) -> Loops:
+        return _encode_bf16, _reduce_bf16
+
+
+class Int8(CompiledCodec):
     """int8 codec: integers from -127 to 127 and one scale per block of 256 values.
 
     A scale is the block's largest magnitude / 127, so an error is at most that magnitude / 254.
@@ -154,15 +179,6 @@ class Int8:
         """See `Codec`."""
         return first_code(numel, BLOCK) + numel
 
-    def encode(
-        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-    ) -> None:
-        """See `Codec`."""
-        numel = after.numel()
-        codes = first_code(numel, BLOCK)
-        assert data.numel() == codes + numel
-        _encode_int8(*addresses(sources, weight, before, data, after), numel, codes, BLOCK)
-
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
         numel = out.numel()
@@ -171,23 +187,11 @@ class Int8:
         assert data.numel() == codes + numel
         _decode_int8(at, at + codes, out.data_ptr(), numel, BLOCK, add)
 
-    def reduce(
-        self,
-        parts: Sequence[Tensor | None],
-        sources: Sequence[Source],
-        weight: float,
-        before: Tensor,
-        data: Tensor,
-        after: Tensor,
-        out: Tensor,
-    ) -> None:
-        """See `Codec`."""
-        numel = out.numel()
-        codes = first_code(numel, BLOCK)
-        assert data.numel() == codes + numel
-        others = contributions(parts, data, out, after)
-        where = addresses(sources, weight, before, data, after)
-        _reduce_int8(others, *where, out.data_ptr(), numel, codes, BLOCK)
+    def _loops(self) -> Loops:
+        return _encode_int8, _reduce_int8
+
+    def _format(self, numel: int) -> tuple[int, ...]:
+        return first_code(numel, BLOCK), BLOCK
 
 
 def addresses(

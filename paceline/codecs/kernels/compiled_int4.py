@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from paceline.codecs.codec import Source, first_code
+from paceline.codecs.codec import first_code
 from paceline.codecs.kernels.compiled import (
     LARGE,
     TINY,
-    addresses,
-    contributions,
+    CompiledCodec,
+    Loops,
     floats,
     jit,
     largest_magnitude,
@@ -31,7 +30,7 @@ LEVELS = 7  # the largest code
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks
 
 
-class Int4:
+class Int4(CompiledCodec):
     """int4 codec: integers from -7 to 7, two a byte, and one scale per block of 128 values.
 
     A scale is the block's largest magnitude / 7, so an error is at most that magnitude / 14. For
@@ -48,15 +47,6 @@ class Int4:
         """See `Codec`."""
         return first_code(numel, BLOCK) + (numel + 1) // 2
 
-    def encode(
-        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-    ) -> None:
-        """See `Codec`."""
-        numel = after.numel()
-        assert data.numel() == self.size(numel)
-        where = addresses(sources, weight, before, data, after)
-        _encode_int4(*where, numel, first_code(numel, BLOCK))
-
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
         numel = out.numel()
@@ -64,22 +54,11 @@ class Int4:
         assert data.numel() == self.size(numel)
         _decode_int4(at, at + first_code(numel, BLOCK), out.data_ptr(), numel, add)
 
-    def reduce(
-        self,
-        parts: Sequence[Tensor | None],
-        sources: Sequence[Source],
-        weight: float,
-        before: Tensor,
-        data: Tensor,
-        after: Tensor,
-        out: Tensor,
-    ) -> None:
-        """See `Codec`."""
-        numel = out.numel()
-        assert data.numel() == self.size(numel)
-        others = contributions(parts, data, out, after)
-        where = addresses(sources, weight, before, data, after)
-        _reduce_int4(others, *where, out.data_ptr(), numel, first_code(numel, BLOCK))
+    def _loops(self) -> Loops:
+        return _encode_int4, _reduce_int4
+
+    def _format(self, numel: int) -> tuple[int, ...]:
+        return (first_code(numel, BLOCK),)
 
 
 @jit

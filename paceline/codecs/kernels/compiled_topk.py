@@ -15,7 +15,6 @@ count the values of a chunk, in the core's nearest cache; later ones only the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
@@ -24,12 +23,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paceline.codecs.codec import Source
 from paceline.codecs.kernels.compiled import (
     LARGE,
     TINY,
-    addresses,
-    contributions,
+    CompiledCodec,
+    Loops,
     floats,
     jit,
     largest_magnitude,
@@ -49,7 +47,7 @@ _ENOUGH = 4  # times what is kept, candidates among which the search continues
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(CompiledCodec):
     """topk codec: the largest values of each chunk of 4,096, by magnitude (SparseLoCo).
 
     Of n values, ceil(fraction * n) are kept; of equal magnitudes, the first. The others are decoded
@@ -89,14 +87,6 @@ class TopK:
         levels = 8 * (whole + (last > 0))
         return levels + whole * self.chunk_size(CHUNK) + self.chunk_size(last)
 
-    def encode(
-        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-    ) -> None:
-        """See `Codec`."""
-        assert data.numel() == self.size(after.numel())
-        where = addresses(sources, weight, before, data, after)
-        _encode_topk(*where, after.numel(), *self._format(after.numel()))
-
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
         assert data.numel() == self.size(out.numel())
@@ -106,21 +96,8 @@ class TopK:
             at, at + 8 * chunks, out.data_ptr(), out.numel(), *self._format(out.numel()), add
         )
 
-    def reduce(
-        self,
-        parts: Sequence[Tensor | None],
-        sources: Sequence[Source],
-        weight: float,
-        before: Tensor,
-        data: Tensor,
-        after: Tensor,
-        out: Tensor,
-    ) -> None:
-        """See `Codec`."""
-        assert data.numel() == self.size(out.numel())
-        others = contributions(parts, data, out, after)
-        where = addresses(sources, weight, before, data, after)
-        _reduce_topk(others, *where, out.data_ptr(), out.numel(), *self._format(out.numel()))
+    def _loops(self) -> Loops:
+        return _encode_topk, _reduce_topk
 
     def _format(self, numel: int) -> tuple[int, int, int]:
         """Return how many values are kept of a whole chunk and of the last one, and the bits."""

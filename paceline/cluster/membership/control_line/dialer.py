@@ -20,7 +20,7 @@ _LONGEST_S = 2.0  # and at most
 class DialerOwner(Protocol):
     """Protocol of what gets a dialer's connections."""
 
-    def dialed(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
+    def open_link(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
         """Take both connections to a peer, on the line's thread."""
 
 
@@ -88,7 +88,7 @@ class Dialer:
             self._frames = None
             assert frames is not None
             self._pause = _FIRST_S
-            self._owner.dialed(self._peer, frames, connection)
+            self._owner.open_link(self._peer, frames, connection)
 
     def _dial(self, kind: bytes, session: bytes) -> None:
         address = self._where[0]

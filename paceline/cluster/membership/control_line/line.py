@@ -113,7 +113,7 @@ class ControlLine:
         self._thread = LineThread(self)
         self._thread.watch(self._beats.event, READ, self._on_beats)
         self._listener = Listener(self._thread, self._sockets, server, self)
-        close_in_children(self, _close_inherited)
+        close_in_children(self, ControlLine.close_inherited)
         self._thread.start()
 
     def expect(self, peer: str, address: str, port: int, *, dial: bool | None = None) -> None:
@@ -243,25 +243,44 @@ class ControlLine:
         if greeting.kind != FRAMES:
             frames, _, timer = self._accepted.pop(peer)
             timer.cancel()
-            self._open(peer, frames, connection)
+            self.open_link(peer, frames, connection)
             return
         self._drop_accepted(peer)
         timer = self.call_later(GREETING_S, partial(self._drop_accepted, peer))
         self._accepted[peer] = connection, greeting.session, timer
         if peer in self._links:
-            self._close_link(self._links[peer], "it connected anew")
+            self.close_link(self._links[peer], "it connected anew")
 
-    def dialed(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
-        """Take the connections to a peer that this side dialed."""
-        self._open(peer, frames, beats)
+    def open_link(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
+        """Take the connections to a peer, which this side dialed or the peer."""
+        row = self._beats.add(self._sockets.hand_over(beats))
+        link = Link(peer, self._thread, frames, row, self._max_bulk, self)
+        with self._changed:
+            self._links[peer] = link
+            self._changed.notify_all()
+        self._handler.opened(peer)
+
+    def close_link(self, link: Link, reason: str, *, report: bool = True) -> None:
+        """Close a peer's connections, if they are open: one of them has ended, say."""
+        if not link.open:
+            return
+        peer = link.peer_name
+        with self._changed:
+            del self._links[peer]
+        link.open = False
+        self._thread.unwatch(link.connection)
+        with suppress(OSError):
+            link.connection.shutdown(socket.SHUT_RDWR)
+        self._sockets.close(link.connection)
+        self._beats.remove(link.row)
+        if report:
+            self._handler.closed(peer, reason)
+        if peer in self._dialers:
+            self._dialers[peer].redial()
 
     def link_received(self, link: Link, frame: Frame) -> None:
         """Pass a frame on to the handler."""
         self._handler.received(link.peer_name, frame.kind, frame.body, frame.bulk)
-
-    def link_ended(self, link: Link, reason: str) -> None:
-        """Close a peer's connections: that for frames has ended."""
-        self._close_link(link, reason)
 
     def thread_ended(self) -> None:
         """Close everything."""
@@ -292,14 +311,6 @@ class ControlLine:
             timer.cancel()
             self._sockets.close(connection)
 
-    def _open(self, peer: str, frames: socket.socket, beats: socket.socket) -> None:
-        row = self._beats.add(self._sockets.hand_over(beats))
-        link = Link(peer, self._thread, frames, row, self._max_bulk, self)
-        with self._changed:
-            self._links[peer] = link
-            self._changed.notify_all()
-        self._handler.opened(peer)
-
     def _on_beats(self, _: int) -> None:
         """Close, in a moment, the peers whose connection for beats has ended.
 
@@ -308,26 +319,7 @@ class ControlLine:
         for row, error in self._beats.ended():
             reason = PEER_CLOSED if error < 0 else reason_of(OSError(error, ""))
             for link in [link for link in self._links.values() if link.row == row]:
-                self.call_later(_LAST_FRAMES_S, partial(self._close_open_link, link, reason))
-
-    def _close_open_link(self, link: Link, reason: str) -> None:
-        if link.open:
-            self._close_link(link, reason)
-
-    def _close_link(self, link: Link, reason: str, *, report: bool = True) -> None:
-        peer = link.peer_name
-        with self._changed:
-            del self._links[peer]
-        link.open = False
-        self._thread.unwatch(link.connection)
-        with suppress(OSError):
-            link.connection.shutdown(socket.SHUT_RDWR)
-        self._sockets.close(link.connection)
-        self._beats.remove(link.row)
-        if report:
-            self._handler.closed(peer, reason)
-        if peer in self._dialers:
-            self._dialers[peer].redial()
+                self.call_later(_LAST_FRAMES_S, partial(self.close_link, link, reason))
 
     def _forget(self, peer: str) -> None:
         self._forgotten.add(peer)
@@ -337,7 +329,7 @@ class ControlLine:
         # The dialer knows before this side that the old
         # connections are dead, where a cut link hides it.
         if peer in self._links:
-            self._close_link(self._links[peer], "", report=False)
+            self.close_link(self._links[peer], "", report=False)
 
     def _stop(self, deadline: float) -> None:
         """Stop the thread once everything queued is sent, or at the deadline."""
@@ -346,7 +338,3 @@ class ControlLine:
             self.call_later(0.01, partial(self._stop, deadline))
         else:
             self._thread.stop()
-
-
-def _close_inherited(line: ControlLine) -> None:
-    line.close_inherited()

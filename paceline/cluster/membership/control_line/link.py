@@ -27,7 +27,7 @@ class LinkOwner(Protocol):
     def link_received(self, link: Link, frame: Frame) -> None:
         """Take a frame."""
 
-    def link_ended(self, link: Link, reason: str) -> None:
+    def close_link(self, link: Link, reason: str) -> None:
         """Handle the connection's end."""
 
 
@@ -91,17 +91,17 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            self._owner.link_ended(self, reason_of(error))
+            self._owner.close_link(self, reason_of(error))
             return
         except InvalidFrame as error:
-            self._owner.link_ended(self, f"it sent bytes that are no frames: {error}")
+            self._owner.close_link(self, f"it sent bytes that are no frames: {error}")
             return
         for frame in frames:
             if self.open:
                 self._owner.link_received(self, frame)
         # After the frames: a peer that closes its connection has sent its reason just before.
         if not size and self.open:
-            self._owner.link_ended(self, PEER_CLOSED)
+            self._owner.close_link(self, PEER_CLOSED)
 
     def _flush(self) -> None:
         """Send until the socket is full, nothing is left, or others have their turn."""
@@ -121,7 +121,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._owner.link_ended(self, reason_of(error))
+            self._owner.close_link(self, reason_of(error))
         if self.open:
             self._thread.watch(self.connection, READ | WRITE, self._on_ready)
 
