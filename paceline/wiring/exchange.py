@@ -48,7 +48,7 @@ from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
 from paceline.wiring.pairs import Pair
 
-_ASYNCHRONOUS_LEAD = 16  # steps: summaries and stops come so much later
+_ASYNCHRONOUS_LEAD = 15  # steps: one more is the largest lead, which summaries bound
 _NO_MEMORY = 64  # bytes of a window without peers
 
 
