@@ -90,7 +90,6 @@ def restore_divided(
 
     Raises:
         RankStateError: no rank has the part of a worker with unmerged changes.
-        CommError: a peer was lost, or silent.
     """
     own, *lost = parts
     counts = len(shared["fragments"])

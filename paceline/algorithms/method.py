@@ -80,9 +80,6 @@ class MethodBuilder(Protocol):
 
         Returns:
             the buckets that `method` will get; None: the present method continues.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
 
     def method(self, buckets: Sequence[Bucket], context: GenerationContext) -> Method:
@@ -94,5 +91,4 @@ class MethodBuilder(Protocol):
 
         Raises:
             ConfigError: the parameters can't be exchanged so.
-            CommError: a peer was lost, or silent.
         """

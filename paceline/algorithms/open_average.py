@@ -45,7 +45,6 @@ def open_average(
 
     Raises:
         ConfigError: there are more fragments than buckets, or the optimizer has no momenta.
-        CommError: a rank didn't come in time.
     """
     of_model = make_buckets(buckets, statistics, rule)
     momenta = [] if averaged is None else find_momenta(averaged, buckets)

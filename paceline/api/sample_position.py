@@ -252,7 +252,6 @@ class SamplePosition:
 
         Raises:
             ConfigError: no slice is waiting, or the numbers can't be used.
-            CommError: a peer is lost or silent.
         """
         self.begun = True
         samples = None if samples is None else _whole(samples)
@@ -422,7 +421,6 @@ class SamplePosition:
 
         Raises:
             ConfigError: some ranks give `samples` or `weight` and others don't, or all give 0.
-            CommError: a peer is lost or silent.
         """
         own = [_NOT_GIVEN if one is None else float(one) for one in (samples, weight)]
         given = "samples" if weight is None else "weight"

@@ -98,11 +98,7 @@ class Communicator(Protocol):
 
 
 def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
-    """Return the sum of `tensor` over all ranks; collective.
-
-    Raises:
-        CommError: as `Ticket.wait`.
-    """
+    """Return the sum of `tensor` over all ranks; collective."""
     if communicator.world_size == 1:
         return tensor.clone()
     result = tensor.detach().to("cpu", copy=True)
@@ -115,9 +111,6 @@ def gather_texts(communicator: Communicator, text: str, operation: str) -> list[
 
     A rank that is in another collective meanwhile lets this one time out. The transport itself
     would abort the process if the two were all-reduces of different sizes.
-
-    Raises:
-        CommError: as `Ticket.wait`.
     """
     own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))
     table = torch.empty(communicator.world_size, TEXT_BYTES, dtype=torch.uint8)
@@ -146,7 +139,6 @@ def require_same_call(
 
     Raises:
         ConfigError: a rank makes another call, or with other arguments; names both.
-        CommError: a peer was lost, or silent.
     """
     for rank, other in enumerate(gather_given(communicator, call, given, operation)):
         if other != given:
@@ -209,9 +201,6 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
     """Give all ranks rank 0's values of `tensors`, one broadcast a dtype; collective.
 
     Those of a GPU travel through this machine's memory, where ranks may share the GPU.
-
-    Raises:
-        CommError: as `Ticket.wait`.
     """
     if communicator.world_size == 1:
         return
@@ -267,9 +256,6 @@ def gather_bytes(communicator: Communicator, data: bytes, operation: str) -> lis
         communicator: the ranks.
         data: this rank's.
         operation: the name of the operation, for errors.
-
-    Raises:
-        CommError: as `Ticket.wait`.
     """
     sizes = gather_counts(communicator, len(data), operation)
     parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -305,11 +291,7 @@ def broadcast_state(communicator: Communicator, state: Any, operation: str) -> A
 
 
 def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> list[Tensor]:
-    """Return all ranks' tensors, flat and of any lengths, on rank 0; nothing elsewhere. Collective.
-
-    Raises:
-        CommError: as `Ticket.wait`.
-    """
+    """Return all ranks' flat tensors, of any lengths, on rank 0; nothing elsewhere. Collective."""
     lengths = gather_counts(communicator, tensor.numel(), operation)
     padded = tensor.new_zeros(max(lengths))
     padded[: tensor.numel()] = tensor

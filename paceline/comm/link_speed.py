@@ -29,9 +29,6 @@ def seconds_per_byte(
 
     Returns:
         the mean over the ranks, the same on all.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
     what = "the measurement of the link"
     total(communicator, torch.zeros(1), what)  # the ranks begin together

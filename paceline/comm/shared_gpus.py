@@ -26,9 +26,6 @@ def find_sharing_ranks(communicator: Communicator, device: torch.device) -> tupl
     """Return what `sharing_ranks` returns for all ranks' devices; collective.
 
     A GPU's number says little: a process may see one GPU only, as its number 0.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
     if device.type != "cuda" or communicator.world_size == 1:
         return ()

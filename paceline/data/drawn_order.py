@@ -67,7 +67,6 @@ class SamplerDraws:
         Raises:
             ConfigError: the sampler doesn't draw samples of the data set, or another number of them
                 than in the epoch before; on all ranks.
-            CommError: a peer is lost or silent.
         """
         state: dict[str, Any] = {}
         if communicator.rank == 0:

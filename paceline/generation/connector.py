@@ -43,9 +43,6 @@ class Connector:
             membership: has its store, and interrupts what waits for a lost member.
             builder: has its mesh.
             first: whether it is the first of the start, whose processes may come late.
-
-        Raises:
-            CommError: a rank didn't come in time.
         """
         limits = self.limits if first else (self.limits[1], self.limits[1])
         context = GenerationContext(
@@ -86,9 +83,6 @@ def connect(
         device: where the tensors are that travel.
         limits: seconds to wait for the others, at the start and later.
         activities: what the others do.
-
-    Raises:
-        CommError: a rank didn't come in time.
     """
     if group.size == 1:
         return SingleRankCommunicator()

@@ -137,9 +137,6 @@ class GenerationContext:
                 memory; collective, once a purpose.
             connect_gpus: does the same for tensors on GPUs, each of which has one rank; None: what
                 is on them travels by `connect`, too.
-
-        Raises:
-            CommError: a rank didn't come in time.
         """
         self._connect = connect
         self._connect_gpus = connect
@@ -182,9 +179,6 @@ class GenerationContext:
                 where they are; "layers", for those that exchange within forward and backward;
                 "buffers", to broadcast them; "rows", for row-sparse gradients; "summaries". Those
                 of one of several models end in its number: "steps/2".
-
-        Raises:
-            CommError: a rank didn't come in time.
         """
         kind, slash, number = purpose.partition("/")
         by_nccl = self.device.type == "cuda" and not self.sharing

@@ -91,9 +91,6 @@ class Run:
 
         Args:
             group: all ranks of the next generation, as this one sees them.
-
-        Raises:
-            CommError: a rank didn't come in time.
         """
         assert self.connector is not None
         present = self.context.world.generation

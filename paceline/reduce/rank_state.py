@@ -136,9 +136,6 @@ def gather_parts(communicator: Communicator, part: Any, operation: str) -> list[
         communicator: the ranks.
         part: this rank's; a tree of tensors and plain values.
         operation: the name of the operation, for errors.
-
-    Raises:
-        CommError: a peer was lost, or a wait timed out.
     """
     data = io.BytesIO()
     torch.save(part, data)
@@ -167,7 +164,6 @@ def restore_parts(
 
     Raises:
         RankStateError: a part is missing.
-        CommError: a peer was lost, or a wait timed out.
     """
     if own is None:
         return not any(parts)
@@ -185,11 +181,7 @@ class RankState(Protocol):
     """Protocol of state that is divided among ranks; a checkpoint gathers and restores it."""
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
-        """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled.
-
-        Raises:
-            CommError: a peer was lost, or a wait timed out.
-        """
+        """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled."""
 
     @property
     def scaled(self) -> bool:

@@ -107,9 +107,6 @@ class AveragedHooks:
         """Return all workers' own weights, buffers and optimizer states on rank 0; collective.
 
         Merges under way are awaited; they are applied in their step all the same.
-
-        Raises:
-            CommError: a peer was lost, or didn't answer in time.
         """
         own = {
             **self.rounds.local(),

@@ -115,7 +115,6 @@ class ReplicaBinder:
 
         Raises:
             ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
-            CommError: a peer was lost, or didn't answer in time.
         """
         trained = self.trained()
         fresh = [tensor for tensor in trained.tensors if tensor not in known]

@@ -107,7 +107,6 @@ class BufferBroadcast:
 
         Raises:
             ConfigError: the ranks' buffers have different shapes.
-            CommError: a peer was lost, or didn't answer in time.
         """
         self.install()
         if not self._owners or self._host_communicator().world_size == 1:

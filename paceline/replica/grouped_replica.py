@@ -139,11 +139,6 @@ class GroupedReplica(Replica):
             buffers=buffers if scope.first else None,
         )
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, of which other replicas may train other parameters."""
-        return self._model
-
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; as `Replica.reduce`."""
         if self.ended and self._watch.left:

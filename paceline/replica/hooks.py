@@ -291,6 +291,7 @@ class ReplicaHooks:
         gradients = self.gradients
         number = gradients.numbers[index]
         bucket = self.buckets[number]
+        indices = gradients.indices[number]
 
         def done(parameter: Tensor) -> None:
             if not gradients.open[index]:
@@ -300,7 +301,7 @@ class ReplicaHooks:
             gradients.open[index] = False
             gradients.remaining[number] -= 1
             if not gradients.remaining[number]:
-                gradients.note(bucket)
+                gradients.note(indices)
                 self.synchronizer.gradient_ready(bucket)
 
         return done
@@ -540,6 +541,7 @@ class StepGradients:
             in this list.
         names: the names of the parameters.
         numbers: for each parameter, the number of its bucket.
+        indices: for each bucket, the indices of its parameters.
         open: for each parameter, whether a backward is under way that may complete its gradient.
         remaining: for each bucket, the number of gradients that it has yet to get.
         reduced: whether they are the global means, and may be written.
@@ -557,7 +559,7 @@ class StepGradients:
         self.guard = GradientGuard(self._list, self.names)
         self._sizes = [len(bucket.parameters) for bucket in buckets]
         ends = accumulate(self._sizes)
-        self._indices = [range(n - size, n) for n, size in zip(ends, self._sizes, strict=True)]
+        self.indices = [range(n - size, n) for n, size in zip(ends, self._sizes, strict=True)]
         self._none = [False] * len(self.numbers)
         self.begin(0)
 
@@ -606,14 +608,6 @@ class StepGradients:
                 "checkpointing, give it use_reentrant=False."
             )
 
-    def note(self, bucket: Bucket) -> None:
-        """Note the gradients of a bucket, which is complete and will be sent now.
-
-        Raises:
-            ConfigError: as `take`.
-        """
-        self._note(self._indices[bucket.index])
-
     def note_present(self, indices: Iterable[int]) -> None:
         """Note those of some gradients that are there, where none is sent in backward."""
         for index in indices:
@@ -629,7 +623,7 @@ class StepGradients:
         Raises:
             ConfigError: as `take`.
         """
-        self._note(range(index, index + 1))
+        self.note(range(index, index + 1))
         repeated = index in self.added
         self.added.add(index)
         return repeated
@@ -668,7 +662,12 @@ class StepGradients:
         """Return whether gradients were the same when they were sent and when they were reduced."""
         return self._sample_unchanged is None or bool(self._sample_unchanged)
 
-    def _note(self, indices: range) -> None:
+    def note(self, indices: range) -> None:
+        """Note gradients of a bucket: of all that it has once it is complete, and is sent now.
+
+        Raises:
+            ConfigError: as `take`.
+        """
         gradients = self.take(indices)
         self.guard.note(indices, gradients)
         parameter = self._list[indices.start]

@@ -498,9 +498,6 @@ class Replica:
         Returns:
             the state by parameter, on rank 0, so that another world size can restore it; None on
             other ranks, and where no rank has any.
-
-        Raises:
-            CommError: a peer was lost, or didn't answer in time.
         """
         return self._binder.state()
 

@@ -63,7 +63,6 @@ class SmallSlices:
 
         Raises:
             ConfigError: a layer got one value a channel, or will at the epoch's end.
-            CommError: a peer was lost, or silent.
         """
         group = self._run.context.along("data")
         tail = 0 if order is None else order.samples % order.batch_size

@@ -31,9 +31,6 @@ def connect_run(
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         membership: the run's; None: it ends with the first process that is lost.
         notes: shows what the user is to know; None: as `paceline train` does.
-
-    Raises:
-        CommError: a rank didn't come in time.
     """
     membership = membership or StaticMembership(store)
     builder = Builder()

@@ -35,27 +35,11 @@ _ENDS = "The present generation of the world ends, because a peer was lost."
 class _Own(NamedTuple):
     """Held snapshot: this member's id, the ids of all owners, its number of completed steps.
 
-    Where it is complete, this member needs no other one's part.
+    That is smaller than the step in its name where a step trains several batches. Where the
+    snapshot is complete, this member needs no other one's part.
     """
 
     owner: str
-    whole: frozenset[str]
-    completed: int
-    complete: bool
-
-
-class HeldParts(NamedTuple):
-    """Parts that a member has of a snapshot that it holds.
-
-    Attributes:
-        parts: ids of the members whose part it has: its own id, and those of its copies.
-        whole: ids of all members whose parts make up the snapshot.
-        completed: the number of completed steps in it; smaller than the step in its name where a
-            step trains several batches.
-        complete: whether it needs no other member's part.
-    """
-
-    parts: frozenset[str]
     whole: frozenset[str]
     completed: int
     complete: bool
@@ -191,7 +175,7 @@ class SnapshotBackup:
         with self._changed:
             dropped = superseded(self._copies, name, self._prefix)
             own = {each: parts for each, parts in self._own.items() if each in retained}
-            if not self._acknowledge(self._held(own, without=dropped)):
+            if not self._acknowledge(own, without=dropped):
                 raise CommError(_ENDS)
             self._own = own
             for each in dropped:
@@ -219,11 +203,6 @@ class SnapshotBackup:
             self._copies = {}
             self._forget_others()
             self._record()
-
-    def held(self) -> Mapping[SnapshotName, HeldParts]:
-        """Return which parts are held here, of each snapshot that is; from any thread."""
-        with self._changed:
-            return self._held(self._own)
 
     def parts(self, name: SnapshotName, lost: Iterable[str]) -> list[OwnPart]:
         """Return the copies that are held here of lost members' parts of a snapshot.
@@ -303,44 +282,35 @@ class SnapshotBackup:
 
     def _record(self) -> bool:
         """Record what is held, and return whether it was recorded; the lock is held."""
-        return self._acknowledge(self._held(self._own))
+        return self._acknowledge(self._own)
 
-    def _acknowledge(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
+    def _acknowledge(
+        self, own: Mapping[SnapshotName, _Own], without: Collection[PartName] = ()
+    ) -> bool:
         """Replace what is recorded for this member, unless its machine has promised.
+
+        Args:
+            own: the snapshots that are held here.
+            without: copies that are about to be dropped.
 
         Returns:
             False where it has promised to end the generation: nothing was changed, and the caller
             neither acknowledges nor drops anything.
         """
-        records = (
-            Held(
-                generation=name.token.split("/")[1],
-                token=f"{name.token}:{name.step}",
-                step=each.completed,
-                parts=tuple(sorted(each.parts)),
-                members=len(each.whole),
-                complete=each.complete,
-            )
-            for name, each in held.items()
-        )
-        return self._membership.acknowledge((*records, *self._durable))
-
-    def _held(
-        self,
-        own: Mapping[SnapshotName, _Own],
-        without: Collection[PartName] = (),
-    ) -> dict[SnapshotName, HeldParts]:
-        held = {}
         remaining = self._copies.keys() - set(without)
+        records = []
         for name, (owner, whole, completed, complete) in own.items():
             copies = {other for each, other in remaining if each == name}
-            held[name] = HeldParts(
-                parts=frozenset({owner, *copies}),
-                whole=whole,
-                completed=completed,
+            held = Held(
+                generation=name.token.split("/")[1],
+                token=f"{name.token}:{name.step}",
+                step=completed,
+                parts=tuple(sorted({owner, *copies})),
+                members=len(whole),
                 complete=complete,
             )
-        return held
+            records.append(held)
+        return self._membership.acknowledge((*records, *self._durable))
 
     def _forget_others(self) -> None:
         """Forget the confirmations of snapshots that aren't held any more."""

@@ -115,7 +115,6 @@ class SnapshotCommits:
 
         Raises:
             ConfigError: as `report`.
-            CommError: a peer was lost, or silent.
         """
         names = self._snapshots.uncommitted
         context = self._run.context

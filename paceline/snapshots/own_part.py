@@ -75,9 +75,6 @@ def values_to_send(
         parts: those that this rank has: its own first, then those of members that are gone.
         totals: the sums that this rank has received, by step.
         communicator: connects the ranks.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
     own = {step: torch.stack([part.sent[step] for part in parts]).sum(0) for step in parts[0].sent}
     if not own:

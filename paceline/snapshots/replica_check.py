@@ -155,7 +155,6 @@ class ReplicaCheck:
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         with self._run.timeline.span("check"), torch.no_grad():
             sums = _checksums(state) if state is not None and self.enabled else {}

@@ -73,9 +73,6 @@ class Settling(Protocol):
 
         Returns:
             the run's position.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
 
 
@@ -244,7 +241,6 @@ class CheckpointSchedule:
             together: all ranks call it, so that they commit the snapshot.
 
         Raises:
-            CommError: a peer was lost, or silent.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         checkpoint, number = self._copy_now(best=best, together=together)

@@ -146,9 +146,6 @@ class StepSnapshots:
         Args:
             before: a step.
             wait: then wait until all ranks acknowledge what isn't committed yet; collective.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
         while (name := self.commits.commit_next()) is None:
             if self._summaries and self._summaries[0].step < before:
@@ -197,7 +194,6 @@ class StepSnapshots:
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         while self.obey(before=step, wait=True) is not None:
             pass
@@ -247,7 +243,6 @@ class StepSnapshots:
 
         Raises:
             ReplicasDiffer: it differs between ranks.
-            CommError: a peer was lost, or silent.
         """
         if self.check.enabled and not self.alone:
             parts = self._new_checksums()

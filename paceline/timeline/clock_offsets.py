@@ -42,9 +42,6 @@ def rounds(communicator: Communicator, clock: Callable[[], int]) -> list[Round]:
     Args:
         communicator: the ranks.
         clock: this rank's.
-
-    Raises:
-        CommError: a peer was lost, or silent.
     """
     return [_round(communicator, clock) for _ in range(_ROUNDS)]
 

@@ -129,11 +129,7 @@ class LayerCommunicator:
         return self
 
     def sum(self, tensor: Tensor, operation: str) -> Tensor:
-        """Replace `tensor` by its sum over the ranks and return it; collective.
-
-        Raises:
-            CommError: a peer was lost, or silent.
-        """
+        """Replace `tensor` by its sum over the ranks and return it; collective."""
         context = self._run.context
         communicator = context.group("data", "layers")
         if self.share.steps_begun > 1:  # by now all ranks have compiled their models
@@ -279,7 +275,6 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ConfigError: there is one value a channel in the whole global batch.
-            CommError: a peer was lost, or silent.
         """
         return self._together(input) if self.training else super().forward(input)
 

@@ -107,10 +107,6 @@ class MomentumValues:
                     self._optimizer.state[p] = entries = self._new_entries(p, first)
                 entries[self._entry] = part.clone()
 
-    def versions(self) -> tuple[int, ...]:
-        """Return nothing: an evaluation shows no momenta."""
-        return ()
-
     def _parts(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         parts = zip(self._parameters, flat.split(self.lengths), strict=True)
         return [(p, like(p, part)) for p, part in parts]

@@ -149,13 +149,7 @@ def average_weights(
 ) -> Replica:
     """Give all ranks rank 0's model, and let them train it locally; collective.
 
-    Args:
-        model: the same on all ranks but for its values.
-        optimizer: of the model's parameters.
-        run: the run, whose ranks merge their weights.
-        config: how the changes of weights travel.
-        average: when and how they are merged.
-        steps: the number of the run's steps, if it is known.
+    The arguments are those of `AverageBuilder`.
 
     Raises:
         ConfigError: there are more fragments than buckets, there are no momenta to average, or

@@ -72,7 +72,6 @@ class ExchangeGroups:
 
     Raises:
         ConfigError: the method needs NCCL, which doesn't connect ranks that share a GPU.
-        CommError: a rank didn't come in time.
     """
 
     def __init__(

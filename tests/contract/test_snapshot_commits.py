@@ -30,7 +30,7 @@ def test_nothing_is_committed_or_taken_anew_while_a_holder_has_not_confirmed() -
         assert rank.snapshots.newest_committed == rank.snapshots.held[0]
         (name,) = rank.snapshots.held
         member = f"start-{c.rank}"
-        assert members.backups[member].held()[name].parts == {"start-0", "start-1"}
+        assert members.records[member].held[name].parts == {"start-0", "start-1"}
         assert set(rank.snapshots.commits.members(name)) == {"start-0", "start-1"}
 
     on_two(work)

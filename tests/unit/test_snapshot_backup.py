@@ -91,7 +91,7 @@ def test_the_record_lists_copies_of_snapshots_that_are_held(members: BackupMembe
 
 def test_the_loss_of_an_owner_and_its_holder_is_found(members: BackupMembers) -> None:
     hold_all(members, name(5))
-    held = {one: members.backups[one].held()[name(5)] for one in MEMBERS}
+    held = {one: members.records[one].held[name(5)] for one in MEMBERS}
     assert missing_parts(MEMBERS, [held["b"].parts, held["c"].parts]) == ()
     assert missing_parts(MEMBERS, [held["c"].parts]) == ("a",)
     assert members.backups["c"].parts(name(5), ["a"]) == []

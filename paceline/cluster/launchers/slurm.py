@@ -147,15 +147,7 @@ def expand_nodes(text: str, variable: str) -> list[str]:
 
 
 def expand_counts(text: str, variable: str) -> tuple[int, ...]:
-    """Return the tasks of each node: "2(x3),1" is 2, 2, 2, 1.
-
-    Args:
-        text: the list.
-        variable: the name of its variable.
-
-    Raises:
-        ConfigError: it isn't such a list; names the variable.
-    """
+    """Return the tasks of each node: "2(x3),1" is 2, 2, 2, 1; as `expand_nodes`."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)

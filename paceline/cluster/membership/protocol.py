@@ -73,13 +73,9 @@ class Frames(Protocol):
     """Protocol of frames between members, besides those of the membership itself."""
 
     def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
-        """Send a frame to a member; one that can't be sent is dropped. From any thread.
+        """Send a frame to a member, which gets it as `FrameHandler.receive` says; from any thread.
 
-        Args:
-            peer: the member's id.
-            kind: of the frame.
-            body: what JSON can carry.
-            bulk: further bytes.
+        One that can't be sent is dropped.
         """
 
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:

@@ -144,9 +144,6 @@ def watch_peers(
         options: limits of silence.
         limit: seconds to wait for the other ranks' addresses.
         report: prints a line.
-
-    Raises:
-        CommError: a rank didn't come in time.
     """
     if group.size == 1:
         return StaticMembership(store)

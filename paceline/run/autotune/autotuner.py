@@ -88,9 +88,6 @@ class Autotuner:
 
         In a later generation it is rank 0's choice. Where rank 0 has none yet, tuning begins again:
         ranks may have left the last generation in different exchanges.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
         if self._current is None:
             self._current = self._begin()
@@ -115,7 +112,6 @@ class Autotuner:
         """Return the exchange that continues from this step, if it is another; collective.
 
         Raises:
-            CommError: a peer was lost, or silent.
             PacelineError: the choice can't be saved.
         """
         if self._steps is None:

@@ -59,9 +59,6 @@ class Predictor(Protocol):
         """Return predicted seconds a step by candidate, on all ranks; None if it can't.
 
         Collective, and the last call.
-
-        Raises:
-            CommError: a peer was lost, or silent.
         """
 
     def restart(self) -> None:

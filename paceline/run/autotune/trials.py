@@ -65,11 +65,7 @@ class Trials:
         self.outcome: Outcome | None = None
 
     def begin(self) -> int:
-        """Return the candidate of the step that begins; collective where a round has ended.
-
-        Raises:
-            CommError: a peer was lost, or silent.
-        """
+        """Return the candidate of the step that begins; collective where a round has ended."""
         if self.outcome is None:
             self._begun.append(self._run.timeline.now())
             if len(self._begun) > SKIPPED + COUNTED:

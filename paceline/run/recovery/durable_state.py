@@ -59,7 +59,6 @@ class DurableState(Protocol):
 
         Raises:
             CheckpointError: no member can read the state, or this run can't go back to it.
-            CommError: a peer was lost, or silent.
         """
 
     def restore_exchange(self) -> None:

@@ -32,7 +32,6 @@ def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
 
     Raises:
         CheckpointError: no rank can read the file; the sentence is that of the first one.
-        CommError: a rank didn't come in time.
     """
     communicator = run.context.group("all", "steps")
     state = None

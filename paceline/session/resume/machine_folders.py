@@ -159,9 +159,6 @@ def gather_records(run: Run, own: FolderRecord | None) -> dict[int, FolderRecord
     Args:
         run: connects the ranks.
         own: what this rank found, as the first one of its machine; else None.
-
-    Raises:
-        CommError: a rank didn't come in time.
     """
     data = own.to_text().encode() if own is not None else b""
     context = run.context

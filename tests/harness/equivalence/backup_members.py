@@ -9,15 +9,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.protocol import FrameHandler
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.voting.messages import Held
-from paceline.snapshots.backup import HeldParts, SnapshotBackup
+from paceline.snapshots.backup import SnapshotBackup
 from tests.harness.membership.given_membership import GivenMembership
+
+
+class HeldParts(NamedTuple):
+    """Parts that a member has of a snapshot that it holds.
+
+    Attributes:
+        parts: ids of the members whose part it has: its own id, and those of its copies.
+        whole: ids of all members whose parts make up the snapshot.
+        completed: the number of completed steps in it; smaller than the step in its name where a
+            step trains several batches.
+        complete: whether it needs no other member's part.
+    """
+
+    parts: frozenset[str]
+    whole: frozenset[str]
+    completed: int
+    complete: bool
 
 
 class BackedUpMembership(GivenMembership):
