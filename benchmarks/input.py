@@ -60,7 +60,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "photographs"
-        sizes = write_photographs(folder, 2048, distinct=64)
+        records, distinct = (256, 8) if arguments.quick else (2048, 64)
+        sizes = write_photographs(folder, records, distinct)
         cores = len(os.sched_getaffinity(0))
         print(
             f"JPEG files of {WIDTH} x {HEIGHT}, {min(sizes) // 1000} to {max(sizes) // 1000} KB; "
@@ -70,7 +71,7 @@ def main() -> None:
             for workers in range(1, cores + 1):
                 _print_rates(folder, workers, arguments.rounds, 4 if arguments.quick else 20)
         if "step" in arguments.sections:
-            _print_steps(folder, arguments.rounds, 4 if arguments.quick else 12)
+            _print_steps(folder, arguments.rounds, 2 if arguments.quick else 12)
 
 
 def sample_maker(folder: Path) -> SampleMaker:
@@ -149,7 +150,7 @@ def _make_and_drop(folder: Path, count: int, worker: int, start: object) -> None
     torch.set_num_threads(1)
     maker = sample_maker(folder)
     slot = np.empty((SIZE, SIZE, 3), np.uint8)
-    _make(maker, records_of(0, 8, 2048), slot)
+    _make(maker, records_of(0, 8, len(maker.source)), slot)
     start.wait()  # type: ignore[attr-defined]
     _make(maker, records_of(worker, count, len(maker.source)), slot)
 

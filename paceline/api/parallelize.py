@@ -294,12 +294,17 @@ def _group_facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         for name, value in group.items():
-            plain = isinstance(value, str | int | float | tuple | list | None)
-            text = str(value) if plain else type(value).__name__  # an address says nothing
-            text = str(value.tolist()) if isinstance(value, Tensor) else text
-            text = f"{len(value)} tensors" if name == "params" else text
+            text = f"{len(value)} tensors" if name == "params" else _option_fact(value)
             facts[f"{name} of the optimizer's group {number}"] = text
     for number, names in enumerate(parameter_names(model, optimizers)):
         for place, name in enumerate(names):
             facts[f"parameter {place} of the optimizer's group {number}"] = name
     return facts
+
+
+def _option_fact(value: object) -> str:
+    """Return an option of a group as a text that is equal on ranks with equal options."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    plain = isinstance(value, str | int | float | tuple | list | None)
+    return str(value) if plain else type(value).__name__  # an address says nothing

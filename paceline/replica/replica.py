@@ -53,15 +53,14 @@ from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
 from paceline.replica.model_list import roots_of
+from paceline.replica.model_structure import ModelStructure
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import (
     WHOLE,
     Fingerprint,
-    ModelStructure,
     Scope,
     TrainedParameters,
 )
-from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
 from paceline.update.state_watch import unwatch_state, watch_state
@@ -152,7 +151,6 @@ class Replica:
         self.stepped = self.rounds is not None
         self._follows_scalers = False
         self._buffers.begin_generation()
-        self._added = AddedTensors(model)
         self._structure = ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step = optimizer.step
@@ -567,7 +565,7 @@ class Replica:
             same = Fingerprint(self._optimizer) == old.trained.fingerprint
         if self._structure.take_change():
             self._buffers.find()
-            if added := self._added.take_added():
+            if added := self._structure.take_added():
                 self._binder.require_same_additions(added)
                 same = False
         if same and plan is None:

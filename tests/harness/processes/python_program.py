@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
-_HARMLESS = {"-I", "-S", "-P", "-u", "-B"}  # options that change nothing once torch is there
+_HARMLESS = {"-I", "-S", "-P", "-B"}  # options that change nothing once torch is there
+_UNBUFFERED = "-u"
 _search_path = sys.path[1:]
 
 
@@ -26,6 +27,7 @@ class Program:
     name: str
     arguments: Sequence[str]
     warnings_are_errors: bool = False
+    unbuffered: bool = False
 
     @classmethod
     def of(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Program | None:
@@ -40,15 +42,17 @@ class Program:
             python = Path(line.removeprefix("#!"))  # `python`, `python3` or `python3.11`
             own = python.parent == BIN and python.name.startswith("python")
             return cls("file", found, words) if own else None
-        while words and words[0] in _HARMLESS:
-            words.pop(0)
+        unbuffered = False
+        while words and words[0] in {*_HARMLESS, _UNBUFFERED}:
+            unbuffered |= words.pop(0) == _UNBUFFERED
         if errors := words[:2] == ["-W", "error"]:
             del words[:2]
         if len(words) >= 2 and words[0] in ("-m", "-c"):
-            return cls({"-m": "module", "-c": "code"}[words[0]], words[1], words[2:], errors)
+            kind = {"-m": "module", "-c": "code"}[words[0]]
+            return cls(kind, words[1], words[2:], errors, unbuffered)
         if not words or words[0][:1] == "-":
             return None
-        return cls("file", words[0], words[1:], errors)
+        return cls("file", words[0], words[1:], errors, unbuffered)
 
     @classmethod
     def forkable(
@@ -74,6 +78,8 @@ class Program:
         if self.warnings_are_errors:
             warnings.simplefilter("error")
             sys.warnoptions.append("error")
+        if self.unbuffered:  # or a test would wait for lines until 8 KB of them are there
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         start = {"module": os.getcwd(), "code": "", "file": str(Path(self.name).absolute().parent)}
         own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [start[self.kind], *filter(None, own), *_search_path]
