@@ -12,6 +12,7 @@ Which version of the parameters a step waits for is the staleness: 0 (`DataParal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torch import nn
 
@@ -57,7 +58,10 @@ def make_served(
     opened = open_puts(buckets, statistics, options, returns_parameters=True, rooms=rooms)
     exchange = opened.own
     assert exchange is not None
-    optimizer.connect(exchange.messages)
+    with ExitStack() as undo:
+        undo.callback(exchange.close)  # the servers that are left notice that this worker leaves
+        optimizer.connect(exchange.messages)
+        undo.pop_all()
     rule = ServedUpdate(buckets, exchange, optimizer, asynchronous=staleness is None)
     state = ShardedState(opened.residuals, optimizer)
     if staleness:
