@@ -106,7 +106,7 @@ class World:
         servers whose `staleness` is above 0.
         """
         replica = self._loop.replica
-        return {} if replica is None else dict(sorted((replica.stale_reads or {}).items()))
+        return {} if replica is None else dict(sorted(replica.stale_reads.items()))
 
     def step(
         self, samples: int | None = None, *, weight: float | None = None

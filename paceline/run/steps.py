@@ -227,6 +227,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         self._end_measured_steps()
+        self._replica.meet()
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
@@ -341,6 +342,7 @@ class Steps:
             self._stop()
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
+            self._replica.meet()
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
@@ -356,7 +358,7 @@ class Steps:
         """
         reads = self._replica.stale_reads
         context = self.run.context
-        if reads is None or context.summaries.alone:
+        if self._replica.equal_between_steps or context.summaries.alone:
             return []
         counts = torch.tensor([reads[n] for n in range(context.summaries.lag)], dtype=torch.int64)
         reads.clear()
@@ -371,6 +373,8 @@ class Steps:
             where the script has written the parameters since the last step.
         """
         if self._checkpoints.compares or self._snapshots.alone or not self._check.enabled:
+            return None
+        if not self._replica.equal_between_steps:  # to be made equal they must meet
             return None
         self._replica.settle()
         # What the script wrote is its own: rank 0 may test an average of the parameters, say.
@@ -615,8 +619,8 @@ class Steps:
 
     def settle(self) -> Position:
         """Settle, and receive all summaries, so that the position has all sums."""
-        with self.run.timeline.span("settle"):
-            self._replica.settle()
+        with self.run.timeline.span(SETTLE):
+            self._replica.meet()
         self._receive_summaries(before=self.position.number)
         return self.position
 

@@ -179,7 +179,7 @@ def build_trainer(
         config=config.sync,
         share=share,
         average=average,
-        buffers="local" if config.sync.versions_behind else "broadcast",
+        buffers="local" if config.sync.stale else "broadcast",
     )
     replicas = session.replicate([pair])
     replicas[0].use_loss_scale(precision)

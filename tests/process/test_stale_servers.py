@@ -1,4 +1,4 @@
-"""Parameter servers with bounded staleness, as processes: they train, end, resume and lose some.
+"""Parameter servers with stale workers, as processes: they train, end, resume and lose some.
 
 Weights depend on the workers' speeds, so that no other run has the same. What must hold is that
 each sample is trained once, and that all workers have the same weights wherever they meet.
@@ -16,7 +16,10 @@ from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, requires_exact
 from tests.harness.processes.run_folders import events
 
-STALE = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01", "--staleness", "2")
+SERVED = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01")
+STALE = (*SERVED, "--staleness", "2")
+ASYNCHRONOUS = (*SERVED, "--staleness", "async", "--staleness_lr", "scale")
+either = pytest.mark.parametrize("words", [STALE, ASYNCHRONOUS], ids=["bounded", "asynchronous"])
 
 
 def requires_trained(stale: FaultRun, ended: Result) -> None:
@@ -53,8 +56,23 @@ def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weight
 
 
 @pytest.mark.timeout(300)
-def test_a_signal_saves_the_state_and_the_same_command_resumes(tmp_path: Path) -> None:
-    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+def test_asynchronous_workers_train_each_sample_once_and_meet_with_equal_weights(
+    tmp_path: Path,
+) -> None:
+    stale = FaultRun(tmp_path, *ASYNCHRONOUS, machines=(3,))
+    stale.reach(FIRST_KILL)
+    stale.release()
+    ended = stale.wait()
+    assert stale.completed() == [0, 1, 2]
+    requires_trained(stale, ended)
+
+
+@pytest.mark.timeout(300)
+@either
+def test_a_signal_saves_the_state_and_the_same_command_resumes(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    stale = FaultRun(tmp_path, *words, machines=(2,))
     stale.reach(FIRST_KILL)
     stale.interrupt()
     stale.release()
@@ -80,9 +98,12 @@ def requires_bound(stale: FaultRun, ended: Result) -> None:
 
 
 @pytest.mark.timeout(300)
+@either
 @pytest.mark.parametrize("lost", [0, 2])
-def test_the_others_continue_where_a_worker_is_killed(tmp_path: Path, lost: int) -> None:
-    stale = FaultRun(tmp_path, *STALE, machines=(3,))
+def test_the_others_continue_where_a_worker_is_killed(
+    tmp_path: Path, words: tuple[str, ...], lost: int
+) -> None:
+    stale = FaultRun(tmp_path, *words, machines=(3,))
     stale.reach(FIRST_KILL)
     stale.kill(lost)
     stale.release()
@@ -93,6 +114,7 @@ def test_the_others_continue_where_a_worker_is_killed(tmp_path: Path, lost: int)
 
 
 @pytest.mark.timeout(300)
+@either
 @pytest.mark.parametrize(
     ("lost", "owned"),
     [
@@ -102,9 +124,9 @@ def test_the_others_continue_where_a_worker_is_killed(tmp_path: Path, lost: int)
     ids=["one", "all"],
 )
 def test_the_workers_continue_without_servers_that_are_killed(
-    tmp_path: Path, lost: tuple[int, ...], owned: str
+    tmp_path: Path, words: tuple[str, ...], lost: tuple[int, ...], owned: str
 ) -> None:
-    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+    stale = FaultRun(tmp_path, *words, machines=(2,))
     stale.reach(FIRST_KILL)
     for number in lost:
         stale.servers()[number].kill()
@@ -116,8 +138,11 @@ def test_the_workers_continue_without_servers_that_are_killed(
 
 
 @pytest.mark.timeout(300)
-def test_a_run_of_which_all_workers_are_killed_resumes(tmp_path: Path) -> None:
-    stale = FaultRun(tmp_path, *STALE, machines=(2,))
+@either
+def test_a_run_of_which_all_workers_are_killed_resumes(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    stale = FaultRun(tmp_path, *words, machines=(2,))
     stale.reach(FIRST_KILL)
     stale.reach_checkpoint()
     stale.kill(0, 1)
