@@ -91,7 +91,6 @@ class Averaging:
     Attributes:
         last_round: the first step of the last completed round, and the step after its end: in
             between, the last fragment was taken once. (0, 0) before there is one.
-        residuals: as given.
         ends: why the run ends once its state is saved, without another step; None: it continues.
         written: whether a script has written parameters between two steps, other than by a load:
             that counts as trained.

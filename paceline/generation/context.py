@@ -90,7 +90,6 @@ class GenerationContext:
         world: all ranks of the generation, as this one sees them.
         mesh: the ranks, by axes.
         limits: the timeouts.
-        activities, device: as given.
         timeline: measures this rank's waits, and follows the windows of a traced run.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks; once it is open.

@@ -63,8 +63,6 @@ class ExchangeGroups:
         servers: own the model's parameters; None: there are none.
 
     Attributes:
-        run: as given.
-        model: as given.
         servers: those that have not been lost.
         steps: purpose of the group for what the host knows.
         gradients: purpose of the group for collectives where the model is; `steps` where a method
@@ -310,9 +308,6 @@ class ExchangeBuilder:
         normalised: the model whose running statistics are exchanged with the gradients.
         purpose: of what the context keeps.
         changes: whether the autotuner may select another exchange within a generation.
-
-    Attributes:
-        changes: as given.
     """
 
     def __init__(
