@@ -228,10 +228,10 @@ def work(model: str, core: int, group: str, steps: int, shares: str) -> None:
 
 
 @contextmanager
-def limited_group() -> Iterator[Path]:
+def limited_group(name: str = "") -> Iterator[Path]:
     """Make a cgroup whose members share a third of a core; remove it in the end."""
     root = next((one for one in CGROUPS if (one / "cgroup.procs").exists()), CGROUPS[-1])
-    group = root / f"paceline-shares-{os.getpid()}"
+    group = root / f"paceline-shares-{os.getpid()}{name and f'-{name}'}"
     group.mkdir()
     try:
         if not (group / "cpu.cfs_quota_us").exists() and not (group / "cpu.max").exists():

@@ -1,4 +1,4 @@
-"""Plot of a run as SVG: each worker's share and the time of a step, by step.
+"""Plots as SVG: of a run, each worker's share and the time of a step, by step; and of histograms.
 
 samples a step │ one line a worker   ┊ a change of speed
 ms a step      │ of both together    ┊
@@ -51,6 +51,40 @@ def picture(
     for step in range(0, len(counts) + 1, 10):
         parts.append(_text(_x(step, len(counts)), top - GAP + 16, str(step), "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "step", "middle"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def bars(histograms: Mapping[str, Mapping[str, float]], bins: str, unit: str) -> str:
+    """Draw histograms, a panel each.
+
+    Args:
+        histograms: by title, the values by the name of the bin.
+        bins: what a bin is.
+        unit: of the values.
+    """
+    tall = HEIGHTS[1]
+    height = TOP + len(histograms) * (tall + 2 * GAP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+    ]
+    top = TOP
+    for title, values in histograms.items():
+        parts.append(_line(LEFT, top + tall, WIDTH - RIGHT, top + tall, "#333"))
+        parts.append(_text(LEFT, top - 8, f"{title}: {unit}, by {bins}", "start"))
+        wide = (WIDTH - LEFT - RIGHT) / max(8, len(values))
+        for index, (name, value) in enumerate(values.items()):
+            bar = (tall - 16) * value / max(values.values())
+            left = LEFT + index * wide
+            parts.append(
+                f'<rect x="{left + 4:.1f}" y="{top + tall - bar:.1f}" width="{wide - 8:.1f}" '
+                f'height="{bar:.1f}" fill="{COLOURS[0]}"/>'
+            )
+            middle = left + wide / 2
+            parts.append(_text(middle, top + tall - bar - 3, f"{value:.0f}", "middle"))
+            parts.append(_text(middle, top + tall + 16, name, "middle"))
+        top += tall + 2 * GAP
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,16 +41,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import MISSED, RankState
 from paceline.timeline.timeline import Timeline
-
-
-class Schedule(Protocol):
-    """Protocol of a schedule of rounds."""
-
-    def taken_after(self, step: int) -> tuple[int, ...]:
-        """Return the fragments whose weights are taken after a step."""
-
-    def applied_before(self, step: int) -> tuple[int, ...]:
-        """Return the fragments whose merge is applied before a step."""
+from paceline.update.outer.round_schedule import RoundSchedule
 
 
 @dataclass
@@ -100,7 +91,6 @@ class Averaging:
     Attributes:
         last_round: the first step of the last completed round, and the step after its end: in
             between, the last fragment was taken once. (0, 0) before there is one.
-        residuals: as given.
         ends: why the run ends once its state is saved, without another step; None: it continues.
         written: whether a script has written parameters between two steps, other than by a load:
             that counts as trained.
@@ -111,7 +101,7 @@ class Averaging:
         buckets: Sequence[MergedBucket | MergedMomenta],
         fragments: Sequence[Sequence[int]],
         exchange: Exchange,
-        schedule: Schedule,
+        schedule: RoundSchedule,
         *,
         mix: float | None,
         forgets: Optimizer | None,

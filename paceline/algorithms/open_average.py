@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import Averaging, Schedule, weights_name
+from paceline.algorithms.average import Averaging, weights_name
 from paceline.algorithms.merged_bucket import MergedBucket, make_buckets
 from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
@@ -17,6 +17,7 @@ from paceline.update.batch_norm import RunningStatistics
 from paceline.update.momenta import find_momenta
 from paceline.update.outer.fragments import cut_into_fragments
 from paceline.update.outer.outer_rule import OuterRule
+from paceline.update.outer.round_schedule import RoundSchedule
 
 
 def open_average(
@@ -24,7 +25,7 @@ def open_average(
     statistics: RunningStatistics,
     options: PutOptions,
     rule: OuterRule,
-    schedule: Schedule,
+    schedule: RoundSchedule,
     *,
     fragments: int = 1,
     mix: float | None = None,

@@ -19,7 +19,7 @@ from paceline.cluster.rendezvous.server_registration import started_servers
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.server import Server, parse_server
-from paceline.config.world import CHOICES, SyncConfig
+from paceline.config.world import ASYNCHRONOUS, CHOICES, SyncConfig
 from paceline.errors import ConfigError
 from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.edits import parameter_names
@@ -121,7 +121,8 @@ def parallelize(
         arguments: dict[str, Any] = {
             "sync": "server" if server is not None else method,
             "num_servers": 1 if server is None else _servers(server, run.store),
-            "staleness": str(0 if server is None else server.staleness),
+            "staleness": _staleness(server),
+            "staleness_lr": "given" if server is None else server.staleness_lr,
             "wire": wire,
             "update": update,
             "transport": transport,
@@ -134,7 +135,7 @@ def parallelize(
         given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
         optimizers: Sequence[Optimizer] = [_checked_optimizer(one) for one in given]
         _check(models, optimizers, world)
-        if config.versions_behind:  # a broadcast in each step would be a barrier
+        if config.stale:  # a broadcast in each step would be a barrier
             buffers = "local"
         share = BatchShare()
         pairs = make_pairs(models, optimizers, world._models.pairs, config, share, average, buffers)
@@ -181,6 +182,13 @@ def _servers(server: Server, store: Store | None) -> int:
     if server.servers is not None:
         return server.servers
     return 1 if store is None else started_servers(store) or 1
+
+
+def _staleness(server: Server | None) -> str:
+    """Return the staleness as the flag has it."""
+    if server is None:
+        return "0"
+    return ASYNCHRONOUS if server.staleness is None else str(server.staleness)
 
 
 def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:

@@ -102,11 +102,14 @@ class World:
     def staleness(self) -> dict[int, int]:
         """How often each staleness occurred: reads of buckets, by the versions they were behind.
 
+        Of asynchronous workers: gradients of buckets, by the updates they were behind, up to the
+        last time all ranks met, such as an epoch's end.
+
         Those of this rank, since the start or the last loss of a member; {} without parameter
         servers whose `staleness` is above 0.
         """
         replica = self._loop.replica
-        return {} if replica is None else dict(sorted((replica.stale_reads or {}).items()))
+        return {} if replica is None else dict(sorted(replica.stale_reads.items()))
 
     def step(
         self, samples: int | None = None, *, weight: float | None = None

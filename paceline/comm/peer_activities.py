@@ -89,10 +89,6 @@ class WaitLimit:
         activities: what the peers do.
         operation: what is waited for.
         extends: whether time in which a peer works outside a step isn't counted.
-
-    Attributes:
-        seconds: as given.
-        operation: as given.
     """
 
     def __init__(

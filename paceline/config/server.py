@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 from paceline.config.rules import whole
 from paceline.errors import ConfigError
 
-ARGUMENTS = {"num_servers": "servers", "staleness": "staleness"}
+ARGUMENTS = {
+    "num_servers": "servers",
+    "staleness": "staleness",
+    "staleness_lr": "staleness_lr",
+}
 """Names of the flags in a script: fields of `Server`."""
 
 
@@ -20,7 +25,10 @@ class Server:
     Args:
         staleness: by how many steps the parameters that a worker reads may be behind. 0:
             synchronous, equal to one process. K > 0: a worker leads the slowest one by up to K
-            steps, and doesn't wait for it.
+            steps, and doesn't wait for it. None: asynchronous, each worker's gradients are an
+            update of their own, in the order of arrival.
+        staleness_lr: of asynchronous workers, the learning rate of an update by gradients that are
+            s > 1 updates old: "given", that of the step, or "scale", that divided by s.
         servers: the number of servers; None: as many as `paceline launch --num_servers` starts, or
             one that `paceline serve` starts.
 
@@ -28,12 +36,18 @@ class Server:
         ConfigError: a value breaks its rule.
     """
 
-    staleness: int = 0
+    staleness: int | None = 0
+    staleness_lr: str = "given"
     servers: int | None = None
 
     def __post_init__(self) -> None:
         with _errors_name_arguments():
-            whole("staleness", self.staleness, 0)
+            if self.staleness is not None:
+                whole("staleness", self.staleness, 0)
+            if self.staleness_lr not in ("given", "scale"):
+                raise ConfigError(
+                    flag="staleness_lr", value=self.staleness_lr, rule="must be given or scale"
+                )
             if self.servers is not None:
                 whole("num_servers", self.servers, 1)
 
@@ -50,9 +64,16 @@ def parse_server(sync: str) -> Server | None:
     if name != "server":
         return None
     known = [field.name for field in fields(Server)]
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
+    words: dict[str, dict[str, str | None]] = {
+        "staleness": {"async": None},
+        "staleness_lr": {"given": "given", "scale": "scale"},
+    }
     for item in text.split(",") if colon else ():
         option, _, word = (part.strip() for part in item.partition("="))
+        if word in words.get(option, ()) and option not in values:
+            values[option] = words[option][word]
+            continue
         if option not in known or option in values or not word.isdecimal():
             raise ConfigError(
                 f"sync={sync!r}: {item!r} must be an option with a whole number, such as "

@@ -183,6 +183,8 @@ _ALLREDUCE = {
 """Why an option of puts isn't one of allreduce."""
 
 ServerPlace = Literal["run", "apart"]
+StalenessRate = Literal["given", "scale"]
+ASYNCHRONOUS = "async"  # in place of a number of versions
 
 if TYPE_CHECKING:
     Sync: TypeAlias = str
@@ -236,7 +238,12 @@ class SyncConfig:
     staleness: str = "0"
     """With --sync server, by how many steps the parameters that a worker reads may be behind. 0:
     synchronous, equal to one process. K > 0: a worker that is faster for a while leads the slowest
-    one by up to K steps and doesn't wait; the result depends on the workers' speeds."""
+    one by up to K steps and doesn't wait; the result depends on the workers' speeds. async: each
+    worker's gradients are an update of their own, in the order in which they arrive."""
+
+    staleness_lr: StalenessRate = "given"
+    """With --staleness async, the learning rate of an update by gradients that are s > 1 updates
+    old. given: that of the step. scale: that, divided by s."""
 
     parameter_servers: ServerPlace = "run"
     """With --sync server, what starts the parameter servers. run: `paceline train`, on machine 0.
@@ -256,11 +263,18 @@ class SyncConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")
         at_least(self, 1, "num_servers")
-        if not self.staleness.isdecimal():
+        if not (self.staleness.isdecimal() or self.staleness == ASYNCHRONOUS):
             raise ConfigError(
                 flag="staleness",
                 value=self.staleness,
-                rule="must be a whole number of at least 0",
+                rule=f"must be a whole number of at least 0, or {ASYNCHRONOUS}",
+            )
+        if self.staleness_lr == "scale" and self.staleness != ASYNCHRONOUS:
+            raise ConfigError(
+                flag="staleness_lr",
+                value=self.staleness_lr,
+                rule="only asynchronous updates have rates of their own",
+                remedy=Message("leave it out, or use {--staleness} async"),
             )
         self._check_servers()
         within("connections", self.connections, 0, 33)
@@ -328,9 +342,14 @@ class SyncConfig:
                 )
 
     @property
-    def versions_behind(self) -> int:
-        """Versions by which the parameters of a step may be behind."""
-        return int(self.staleness)
+    def versions_behind(self) -> int | None:
+        """Versions by which the parameters of a step may be behind; None: any number."""
+        return None if self.staleness == ASYNCHRONOUS else int(self.staleness)
+
+    @property
+    def stale(self) -> bool:
+        """Whether workers may be in different steps."""
+        return self.versions_behind != 0
 
     @property
     def put_options(self) -> list[str]:

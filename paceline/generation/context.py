@@ -60,12 +60,15 @@ class WindowSpec:
         transport: "tcp" or "nixl".
         connections: number of TCP connections to each rank of another machine.
         leaders: only the first worker of each machine has peers there: GPUs sum first.
+        worker: the only rank that exchanges, with servers; the others only take part in opening the
+            window. None: all exchange.
         servers: are ranks of the window, behind all others; with "tcp".
     """
 
     transport: str = "tcp"
     connections: int = 1
     leaders: bool = False
+    worker: int | None = None
     servers: Servers | None = None
 
 
@@ -87,7 +90,6 @@ class GenerationContext:
         world: all ranks of the generation, as this one sees them.
         mesh: the ranks, by axes.
         limits: the timeouts.
-        activities, device: as given.
         timeline: measures this rank's waits, and follows the windows of a traced run.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks; once it is open.
@@ -249,6 +251,8 @@ class GenerationContext:
         self._windows[purpose] += 1
         machines = self.mesh.lines("machine")
         exchanging = [ranks[:1] for ranks in machines] if spec.leaders else machines
+        if spec.worker is not None:
+            exchanging = [(spec.worker,)]
         sharing = next((ranks for ranks in exchanging if group.rank in ranks), None)
         link = spec.servers
         servers = range(group.size, group.size + (0 if link is None else link.count))

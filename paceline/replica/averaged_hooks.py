@@ -51,7 +51,6 @@ class AveragedHooks:
         average: merges their weights.
 
     Attributes:
-        trained: as given.
         synchronizer, rounds: `average`.
         reads: None: no read waits.
         stepping: whether a step is under way.

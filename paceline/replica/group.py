@@ -33,7 +33,7 @@ class ReplicaGroup:
     """
 
     rounds: Averaging | None = None
-    stale_reads: Counter[int] | None = None  # one model alone is served
+    equal_between_steps = True  # one model alone is served
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)
@@ -127,6 +127,15 @@ class ReplicaGroup:
         """Settle all replicas."""
         for replica in self.replicas:
             replica.settle(weights)
+
+    def meet(self) -> None:
+        """Settle all replicas, which are equal between steps."""
+        self.settle()
+
+    @property
+    def stale_reads(self) -> Counter[int]:
+        """As `Replica.stale_reads`: none is behind."""
+        return Counter()
 
     @property
     def unused(self) -> bool:

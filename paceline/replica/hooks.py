@@ -58,7 +58,6 @@ class ReplicaHooks:
         earlier: the buffers before the next step's batches.
 
     Attributes:
-        buckets: as given.
         synchronizer: the synchronizer of their gradients.
         access: the access to these gradients.
         state: what this rank alone has, if anything.

@@ -53,16 +53,14 @@ from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import before_scaler_calls, patch, watch_scaler
 from paceline.replica.model_list import roots_of
+from paceline.replica.model_structure import ModelStructure
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import (
     WHOLE,
     Fingerprint,
-    ModelStructure,
     Scope,
     TrainedParameters,
 )
-from paceline.timeline.timeline import SETTLE
-from paceline.update.added_tensors import AddedTensors
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
 from paceline.update.state_watch import unwatch_state, watch_state
@@ -153,7 +151,6 @@ class Replica:
         self.stepped = self.rounds is not None
         self._follows_scalers = False
         self._buffers.begin_generation()
-        self._added = AddedTensors(model)
         self._structure = ModelStructure(model)
         self._binder.settle_before_states()
         self._plain_step = optimizer.step
@@ -226,11 +223,14 @@ class Replica:
         return self._binding.gradients.reduced
 
     @property
-    def stale_reads(self) -> Counter[int] | None:
-        """How often a bucket was read that was so many versions behind; None: it never is."""
-        if self._averaged is not None or self._binding.access.equal_between_steps:
-            return None
-        return self._binding.access.reads
+    def equal_between_steps(self) -> bool:
+        """Whether all ranks read the same parameters in a step, without a meeting of all."""
+        return self._averaged is None and self._binding.access.equal_between_steps
+
+    @property
+    def stale_reads(self) -> Counter[int]:
+        """How often a bucket was read that was so many versions behind; empty where none is."""
+        return Counter() if self._averaged is not None else self._binding.access.reads
 
     def trained(self) -> TrainedParameters:
         """List the present trained parameters; raises as `TrainedParameters.of`."""
@@ -417,6 +417,16 @@ class Replica:
             self._when_settled = _versions(self._binding.gradients.parameters)
         self._settled = True
 
+    def meet(self) -> None:
+        """Settle; where ranks read other parameters in a step, make them equal. Collective then.
+
+        Averaged weights stay as they are.
+        """
+        self.settle()
+        if self._averaged is None and not self.equal_between_steps:
+            self._binding.synchronizer.settle(Weights.MERGED)
+            self._when_settled = _versions(self._binding.gradients.parameters)
+
     def settle_for_use(self) -> None:
         """Settle before a script uses the model or the optimizer's state."""
         try:
@@ -443,7 +453,7 @@ class Replica:
     def copy_in_step(self, copier: Copier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
 
-        Nothing is settled, unless the ranks' parameters differ between steps. The snapshot is held
+        Nothing is settled, and the ranks' parameters are equal between steps. The snapshot is held
         when `optimizer.step()` is called in that step, or the step ends without it; if the step
         fails before that, there is none. Of averaged weights, the parameters of the last merge are
         copied at once, and nothing is held.
@@ -451,9 +461,6 @@ class Replica:
         if self._averaged is not None:
             copier.copy_parameters(self.names, self._averaged.rounds.anchors())
             return
-        if not self._binding.access.equal_between_steps:
-            with self._timeline.span(SETTLE):
-                self.settle()
         self._copier = copier
 
     def copy_now(self, copier: Copier, *, own: bool = True) -> bool:
@@ -558,7 +565,7 @@ class Replica:
             same = Fingerprint(self._optimizer) == old.trained.fingerprint
         if self._structure.take_change():
             self._buffers.find()
-            if added := self._added.take_added():
+            if added := self._structure.take_added():
                 self._binder.require_same_additions(added)
                 same = False
         if same and plan is None:

@@ -12,11 +12,10 @@ A parameter is row-sparse if only layers with `sparse=True` register it: of `nn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,37 +178,6 @@ def require_whole(name: str, tensor: Tensor) -> None:
             f"{name} has elements that share memory, as expand() makes them, so that nothing can "
             "be written to it: register a copy, by clone() or contiguous()."
         )
-
-
-class ModelStructure:
-    """Detector of changes of a model's modules and parameters, and of their buffers' counts.
-
-    A look takes about 10 microseconds for a ResNet-50.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._look()
-
-    def take_change(self) -> bool:
-        """Return whether anything has changed since the last call, and forget it."""
-        if self._lengths == [*map(len, self._tables)] and all(map(is_, self._seen, self._values())):
-            return False
-        self._look()
-        return True
-
-    def _look(self) -> None:
-        self._tables: list[dict[str, Any]] = []
-        self._filled: list[dict[str, Any]] = []  # those of children and parameters, if not empty
-        for module in self._model.modules():
-            tables = module._modules, module._parameters
-            self._tables += *tables, module._buffers
-            self._filled += filter(None, tables)
-        self._lengths = [*map(len, self._tables)]
-        self._seen = [*self._values()]
-
-    def _values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._filled))
 
 
 def table_parameters(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -49,6 +49,7 @@ from paceline.timeline.timeline import SETTLE
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP = 3
 _BEFORE_STEP = 4
+_MOST_BEHIND = 63  # versions that a histogram of staleness tells apart
 
 
 class Stop(Exception):
@@ -227,6 +228,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         self._end_measured_steps()
+        self._replica.meet()
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
@@ -341,6 +343,7 @@ class Steps:
             self._stop()
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
+            self._replica.meet()
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
@@ -354,14 +357,16 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        reads = self._replica.stale_reads
         context = self.run.context
-        if reads is None or context.summaries.alone:
+        if self._replica.equal_between_steps or context.summaries.alone:
             return []
-        counts = torch.tensor([reads[n] for n in range(context.summaries.lag)], dtype=torch.int64)
-        reads.clear()
+        counts = torch.zeros(_MOST_BEHIND + 1, dtype=torch.int64)
+        for behind, count in self._replica.stale_reads.items():
+            counts[min(behind, _MOST_BEHIND)] += count
+        self._replica.stale_reads.clear()
         summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
-        return [int(count) for count in summed.tolist()]
+        last = max(summed.nonzero().flatten().tolist(), default=-1)
+        return [int(count) for count in summed[: last + 1].tolist()]
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.
@@ -371,6 +376,8 @@ class Steps:
             where the script has written the parameters since the last step.
         """
         if self._checkpoints.compares or self._snapshots.alone or not self._check.enabled:
+            return None
+        if not self._replica.equal_between_steps:  # to be made equal they must meet
             return None
         self._replica.settle()
         # What the script wrote is its own: rank 0 may test an average of the parameters, say.
@@ -615,8 +622,8 @@ class Steps:
 
     def settle(self) -> Position:
         """Settle, and receive all summaries, so that the position has all sums."""
-        with self.run.timeline.span("settle"):
-            self._replica.settle()
+        with self.run.timeline.span(SETTLE):
+            self._replica.meet()
         self._receive_summaries(before=self.position.number)
         return self.position
 

@@ -73,9 +73,15 @@ class MetServers:
         """What errors call the servers."""
         return tuple(name_of(one, self.role) for one in self.registrations)
 
-    def link(self, context: GenerationContext, purpose: str) -> ServersLink:
-        """Return the link to the servers, for a generation's next window for a purpose."""
-        return ServersLink(self, context, purpose)
+    def link(
+        self, context: GenerationContext, purpose: str, worker: int | None = None
+    ) -> ServersLink:
+        """Return the link to the servers, for a generation's next window for a purpose.
+
+        Args:
+            worker: the only one of this window; the first one's invitation is for all of them.
+        """
+        return ServersLink(self, context, purpose, invites=not worker)
 
     def remaining(self, context: GenerationContext) -> MetServers:
         """Return those that a generation can invite; collective.
@@ -95,13 +101,13 @@ class MetServers:
         left = tuple(self.registrations[number] for number in json.loads(data))
         return replace(self, registrations=left)
 
-    def invite(self, context: GenerationContext, purpose: str, layout: Layout) -> None:
+    def invite(self, context: GenerationContext, purpose: str, layout: Layout | None) -> None:
         """Invite the servers to serve a generation; collective, rank 0 does.
 
         Args:
             context: the generation's.
             purpose: of the window.
-            layout: of the window.
+            layout: of the window; rank 0 needs it.
 
         Raises:
             ConfigError: one refuses to serve the run.
@@ -110,6 +116,7 @@ class MetServers:
         """
         lost = ""
         if context.world.rank == 0:
+            assert layout is not None
             try:
                 self._invite(context, purpose, layout)
             except STORE_ERRORS as error:
@@ -136,6 +143,8 @@ class MetServers:
             names=tuple(generation.describe(rank) for rank in range(generation.world_size)),
             buckets=tuple(_invited(bucket.spec) for bucket in layout.buckets),
             optimizer=self.optimizer,
+            asynchronous=self.config.versions_behind is None,
+            scales_rate=self.config.staleness_lr == "scale",
             wire=self.config.wire,
             connections=self.config.connections or 1,
             model=self.model,
@@ -171,18 +180,22 @@ class ServersLink:
         count: the number of servers.
     """
 
-    def __init__(self, met: MetServers, context: GenerationContext, purpose: str) -> None:
+    def __init__(
+        self, met: MetServers, context: GenerationContext, purpose: str, *, invites: bool = True
+    ) -> None:
         self.address = met.address
         self.count = len(met.registrations)
         self._met = met
         self._context = context
         self._purpose = purpose
         self._window = context.next_window(purpose)
+        self._invites = invites
         self._published = 0  # addresses of local sockets, and then of each connection
 
-    def invite(self, layout: Layout) -> None:
+    def invite(self, layout: Layout | None) -> None:
         """Invite the servers to open their windows; as `MetServers.invite`."""
-        self._met.invite(self._context, self._purpose, layout)
+        if self._invites:
+            self._met.invite(self._context, self._purpose, layout)
 
     def publish(self, addresses: Sequence[str]) -> None:
         """Give the servers the addresses that the workers have gathered."""

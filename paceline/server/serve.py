@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Protocol
 
 import torch
 
+from paceline.algorithms.served.asynchronous_servers import AsynchronousServers
 from paceline.algorithms.served.parameter_server import ParameterServer
 from paceline.cluster.rendezvous.server_registration import (
     AVERAGING,
@@ -24,6 +25,7 @@ from paceline.comm.window import Window
 from paceline.errors import CommError, ConfigError, PeerLost, many
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.shard_server import ShardServer
+from paceline.update.owned_shards import OwnedShards
 from paceline.version import VERSION
 
 _REPORT_S = 60.0
@@ -131,32 +133,13 @@ def serve(
         PeerLost: a worker was lost; names it.
         CommError: a worker didn't connect in time, or can't be reached.
     """
-    layout = layout_of(invitation)
-    workers = layout.topology.contributors
-    server = layout.topology.owners[invitation.number]
-    bootstrap = Bootstrap(
-        addresses=WorkersAddresses(registered, invitation.purpose, limit),
-        rank=server,
-        world_size=len(layout.topology.ranks),
-        token=invitation.token,
-        purpose=invitation.purpose,
-        limit=limit,
-        only=(*workers, server),
-    )
-    window = connect_window(
-        bootstrap,
-        (server,),
-        "127.0.0.1",  # a server connects to all workers, and none to it
-        layout.server_size,
-        layout.notifications,
-        connections=invitation.connections,
-        silence_limit=_SILENCE_S,
-    )
-    with closing(_serving(window, layout, invitation)) as served:
+    workers = len(invitation.names)
+    with closing(_open(registered, invitation, limit)) as served:
+        layout = layout_of(invitation)
         values = sum(bucket.numel for bucket in layout.buckets)
         how = invitation.optimizer or f"wire {invitation.wire}"
         report(
-            f"serving {many(len(workers), 'worker')}: {many(values, 'value')} of model "
+            f"serving {many(workers, 'worker')}: {many(values, 'value')} of model "
             f"{invitation.model}, {how}{_part(invitation)}."
         )
         try:
@@ -171,10 +154,62 @@ def serve(
             report(_account(served, invitation))
 
 
-def _serving(window: Window, layout: Layout, invitation: Invitation) -> Serving:
-    if invitation.role == PARAMETERS:
-        return ParameterServer(window, layout, Timeout(invitation.timeout, invitation.timeout))
-    return ShardServer(window, layout)
+def _open(registered: RegisteredServer, invitation: Invitation, limit: float) -> Serving:
+    """Connect to the workers, and return what serves them."""
+    if not invitation.asynchronous:
+        layout = layout_of(invitation)
+        window = _connect(registered, invitation, invitation.purpose, layout, limit)
+        if invitation.role == PARAMETERS:
+            return ParameterServer(window, layout, _timeout(invitation))
+        return ShardServer(window, layout)
+    shards = OwnedShards()
+    base, _, first = invitation.purpose.rpartition("/")
+    servers = AsynchronousServers()
+    with ExitStack() as undo:
+        undo.callback(servers.close)
+        for worker in range(len(invitation.names)):
+            layout = layout_of(invitation, worker)
+            purpose = f"{base}/{int(first) + worker}"
+            window = _connect(registered, invitation, purpose, layout, limit)
+            scales_rate = invitation.scales_rate
+            timeout = _timeout(invitation)
+            server = ParameterServer(window, layout, timeout, shards, scales_rate=scales_rate)
+            servers.add(server)
+        undo.pop_all()
+    return servers
+
+
+def _timeout(invitation: Invitation) -> Timeout:
+    return Timeout(invitation.timeout, invitation.timeout)
+
+
+def _connect(
+    registered: RegisteredServer,
+    invitation: Invitation,
+    purpose: str,
+    layout: Layout,
+    limit: float,
+) -> Window:
+    """Open the server's window for a purpose, and connect to its workers."""
+    server = layout.topology.owners[invitation.number]
+    bootstrap = Bootstrap(
+        addresses=WorkersAddresses(registered, purpose, limit),
+        rank=server,
+        world_size=len(invitation.names) + len(invitation.servers),
+        token=invitation.token,
+        purpose=purpose,
+        limit=limit,
+        only=(*layout.topology.contributors, server),
+    )
+    return connect_window(
+        bootstrap,
+        (server,),
+        "127.0.0.1",  # a server connects to all workers, and none to it
+        layout.server_size,
+        layout.notifications,
+        connections=invitation.connections,
+        silence_limit=_SILENCE_S,
+    )
 
 
 def _part(invitation: Invitation) -> str:
@@ -233,8 +268,8 @@ def serve_generations(
         limit = following.timeout
 
 
-def layout_of(invitation: Invitation) -> Layout:
-    """Return the layout of the window of an invitation.
+def layout_of(invitation: Invitation, worker: int | None = None) -> Layout:
+    """Return the layout of the window of an invitation; `worker`: the only one in this window.
 
     Raises:
         ConfigError: the codec isn't one of merges.
@@ -252,7 +287,10 @@ def layout_of(invitation: Invitation) -> Layout:
         )
         for bucket in invitation.buckets
     ]
-    topology = Topology.of(invitation.workers_per_machine).served_by(*invitation.servers)
+    topology = Topology.of(invitation.workers_per_machine)
+    if worker is not None or invitation.asynchronous:
+        topology = Topology(groups=((worker or 0,),))
+    topology = topology.served_by(*invitation.servers, first=len(invitation.names))
     layout = lay_out(specs, topology)
     if layout.server_size != invitation.size:
         raise CommError(

@@ -79,7 +79,7 @@ def refuse_stale(config: SyncConfig, needs: Mapping[str, object]) -> None:
     Raises:
         ConfigError: something was given; names the first.
     """
-    if config.versions_behind == 0:
+    if not config.stale:
         return
     for flag, value in needs.items():
         if value:

@@ -173,6 +173,10 @@ class StepSnapshots:
             return
         if self.alone:
             self.take_between_steps(step, position)
+        elif self._replica.rounds is None and not self._replica.equal_between_steps:
+            with self._run.timeline.span(SETTLE):
+                self._replica.meet()
+            self._replica.copy_now(self._copier(self._name(step), position))
         elif self._replica.rounds is not None:
             # Within a round weights differ; at its end the anchor is equal everywhere.
             self._replica.copy_now(self._copier(self._name(step), position))
@@ -226,6 +230,8 @@ class StepSnapshots:
     def check_state(self, step: int) -> None:
         """Let the step that begins sum the state before it, where no snapshot copies it."""
         rare = self._replica.rounds is not None  # snapshots, which otherwise are compared
+        if not (rare or self._replica.equal_between_steps):
+            return
         if (rare or not self.on) and not self.alone:
             parts = self._new_checksums()
             self._summed = step, parts

@@ -63,7 +63,6 @@ class Timeline:
         clock: returns nanoseconds of the system's monotonic clock.
 
     Attributes:
-        clock: as given.
         windows: for each window that is followed, what remembers its puts.
     """
 

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
@@ -19,7 +20,7 @@ from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
 from paceline.codecs.codecs import CODECS
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, total
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.context import GenerationContext, WindowSpec
@@ -47,6 +48,9 @@ from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
 from paceline.wiring.pairs import Pair
 
+_ASYNCHRONOUS_LEAD = 15  # steps: one more is the largest lead, which summaries bound
+_NO_MEMORY = 64  # bytes of a window without peers
+
 
 class ExchangeGroups:
     """Groups of the ranks that exchange one pair of a model and an optimizer; collective.
@@ -59,8 +63,6 @@ class ExchangeGroups:
         servers: own the model's parameters; None: there are none.
 
     Attributes:
-        run: as given.
-        model: as given.
         servers: those that have not been lost.
         steps: purpose of the group for what the host knows.
         gradients: purpose of the group for collectives where the model is; `steps` where a method
@@ -159,16 +161,50 @@ def _served(
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
     served = ServedOptimizer(optimizer, buckets)
     refuse_idle_servers(buckets, len(servers.names))
-    options = replace(
-        options,
-        servers=servers.link(context, options.purpose),
-        topology=options.topology.served_by(*servers.names),
-    )
+    staleness = config.versions_behind
+    context.summaries.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
     with ExitStack() as undo:
         undo.callback(served.close)
-        made = make_served(buckets, served, statistics, options, staleness=config.versions_behind)
+        if staleness is None:
+            made = _asynchronous(buckets, served, statistics, options, servers)
+        else:
+            options = replace(
+                options,
+                servers=servers.link(context, options.purpose),
+                topology=options.topology.served_by(*servers.names),
+            )
+            made = make_served(buckets, served, statistics, options, staleness=staleness)
         undo.pop_all()
-    context.summaries.allow_lead(config.versions_behind)
+    return made
+
+
+def _asynchronous(
+    buckets: Sequence[Bucket],
+    optimizer: ServedOptimizer,
+    statistics: RunningStatistics,
+    options: PutOptions,
+    servers: MetServers,
+) -> DataParallel:
+    """Make the synchronizer of an asynchronous worker; each has a window with all servers."""
+    context = options.context
+    world = context.world
+    communicator = context.group("all", "steps")
+
+    def meet(tensor: Tensor) -> Tensor:
+        return total(communicator, tensor, "a meeting of asynchronous workers") / world.size
+
+    made: DataParallel | None = None
+    for worker in range(world.size):
+        link = servers.link(context, options.purpose, worker)
+        window = replace(options.window, worker=worker, servers=link)
+        if worker != world.rank:  # which takes part in opening the window alone
+            link.invite(None)
+            context.window(options.purpose, window, _NO_MEMORY, 1).close()
+            continue
+        topology = Topology(groups=((worker,),)).served_by(*servers.names, first=world.size)
+        own = replace(options, window=window, servers=link, topology=topology)
+        made = make_served(buckets, optimizer, statistics, own, staleness=None, meet=meet)
+    assert made is not None
     return made
 
 
@@ -180,7 +216,7 @@ def _remaining_servers(groups: ExchangeGroups) -> MetServers:
     if lost := [name for name in before.names if name not in left.names]:
         owners = "the workers" if not left.names else many(len(left.names), "server")
         note = f"lost {' and '.join(lost)}: all parameters are owned by {owners} from now on"
-        note += ", without staleness." if before.config.versions_behind and not left.names else "."
+        note += ", without staleness." if before.config.stale and not left.names else "."
         groups.run.note(note, shown=groups.run.leads)
     return left
 
@@ -272,9 +308,6 @@ class ExchangeBuilder:
         normalised: the model whose running statistics are exchanged with the gradients.
         purpose: of what the context keeps.
         changes: whether the autotuner may select another exchange within a generation.
-
-    Attributes:
-        changes: as given.
     """
 
     def __init__(

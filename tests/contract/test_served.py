@@ -33,6 +33,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.served_synchronizers import Served
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.network.window_kinds import LIMIT
+from tests.harness.twins.mortal_window import Mortal
 from tests.harness.twins.window import WindowGroup
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -326,6 +327,19 @@ def test_the_loss_of_a_server_names_it() -> None:
         rank.replica.close()
 
     run_ranks(2, work)
+
+
+def test_a_server_that_dies_while_it_gets_the_state_leaves_no_other_server_waiting() -> None:
+    living, dying = Mortal(None), Mortal(1)  # it dies as it acknowledges the state
+    mortals = {("worker", 0): living, ("server", 0): dying, ("server", 1): living}
+    served = Served(2, mortals=mortals, limit=LIMIT / 2)
+
+    def work(c: Communicator) -> None:
+        with pytest.raises(PeerLost, match="server 0"):
+            Rank(c, served, None)
+
+    run_ranks(1, work)
+    served.end()
 
 
 def record(version: int = 1, optimizer: str = "SGD") -> StepRecord:

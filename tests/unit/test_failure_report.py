@@ -8,8 +8,7 @@ import pytest
 
 from paceline.cluster.membership.generation_waits import Change, left_out, without_quorum
 from paceline.cluster.stores.failure_report import FailureReport, cause
-from paceline.cluster.supervision.machine_endpoint import how_it_ended
-from paceline.cluster.supervision.worker_exit import WorkerExit
+from paceline.cluster.supervision.machine_endpoint import WorkerExit, how_it_ended
 from paceline.errors import CommTimeout, ConfigError, PeerLost
 from tests.harness.processes.worlds import world_of
 

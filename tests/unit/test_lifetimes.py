@@ -76,7 +76,7 @@ ALLOWED = {
     "cluster/supervision/requests/run_status.py MemberStatus.rank": _STATUS,
     "cluster/supervision/requests/run_status.py RunStatus.generation": _STATUS,
     "cluster/supervision/requests/run_status.py RunStatus.members": _STATUS,
-    "cluster/supervision/worker_exit.py WorkerExit.local_rank": "that name again",
+    "cluster/supervision/machine_endpoint.py WorkerExit.local_rank": "that name again",
     "cluster/supervision/worker_process.py WorkerProcess._local_rank": "that name again",
     "data/batch_slice.py BatchSlice.rank": "whose share it is, of one step",
     "errors.py PeerLost.rank": "what an error reports",

@@ -140,7 +140,12 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
         ),
         (
             "train --train_data null --sync server --staleness -1",
-            "--staleness -1: must be a whole number of at least 0.",
+            "--staleness -1: must be a whole number of at least 0, or async.",
+        ),
+        (
+            "train --train_data null --sync server --staleness 2 --staleness_lr scale",
+            "--staleness_lr scale: only asynchronous updates have rates of their own; leave it "
+            "out, or use --staleness async.",
         ),
         *(
             (
@@ -269,7 +274,8 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
             "'staleness' must be an option with a whole number, such as servers=2",
         ),
         ("server:servers=1,servers=2", "'servers=2' must be an option with a whole number"),
-        ("server:stale=1", "given once; the options are staleness, servers."),
+        ("server:stale=1", "given once; the options are staleness, staleness_lr, servers."),
+        ("server:staleness_lr=half", "'staleness_lr=half' must be an option with a whole number"),
         ("server:servers=0", "servers 0: must be a whole number of at least 1."),
         ("server:staleness=-1", "'staleness=-1' must be an option with a whole number"),
     ],
@@ -284,6 +290,8 @@ def test_the_short_form_of_servers_says_what_the_class_does() -> None:
     assert parse_server("server") == Server()
     assert parse_server("server:staleness=0,servers=3") == Server(servers=3)
     assert parse_server("server:staleness=2") == Server(staleness=2)
+    scaled = parse_server("server:staleness=async,staleness_lr=scale")
+    assert scaled == Server(staleness=None, staleness_lr="scale")
     assert parse_server("notified") is None
 
 

@@ -12,13 +12,14 @@ Which version of the parameters a step waits for is the staleness: 0 (`DataParal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torch import nn
 
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import open_puts
 from paceline.algorithms.open_exchange import PutOptions
-from paceline.algorithms.served.asynchronous import Asynchronous
+from paceline.algorithms.served.asynchronous import Asynchronous, Meet
 from paceline.algorithms.served.bounded_staleness import BoundedStaleness
 from paceline.algorithms.served.served_optimizer import ServedOptimizer
 from paceline.algorithms.served.served_update import ServedUpdate
@@ -34,6 +35,7 @@ def make_served(
     options: PutOptions,
     *,
     staleness: int | None = 0,
+    meet: Meet | None = None,
 ) -> DataParallel:
     """Make a worker's synchronizer; collective of workers and servers.
 
@@ -44,17 +46,22 @@ def make_served(
         options: of the exchange.
         staleness: versions by which the parameters of a step may be behind. None: each worker's
             push is a version of its own, and the exchange is one of this worker and the servers.
+        meet: as of `Asynchronous`.
 
     Raises:
         CommError: a worker or a server didn't come in time, or can't be reached.
     """
+    own = statistics
     if staleness is None:
         statistics = RunningStatistics(nn.Module())  # each worker has its own
     rooms = 1 + (staleness or 0)
     opened = open_puts(buckets, statistics, options, returns_parameters=True, rooms=rooms)
     exchange = opened.own
     assert exchange is not None
-    optimizer.connect(exchange.messages)
+    with ExitStack() as undo:
+        undo.callback(exchange.close)  # the servers that are left notice that this worker leaves
+        optimizer.connect(exchange.messages)
+        undo.pop_all()
     rule = ServedUpdate(buckets, exchange, optimizer, asynchronous=staleness is None)
     state = ShardedState(opened.residuals, optimizer)
     if staleness:
@@ -63,7 +70,7 @@ def make_served(
         )
     if staleness is None:
         return Asynchronous(
-            buckets, exchange, rule, statistics, opened.startup, state, options.timeline
+            buckets, exchange, rule, own, opened.startup, state, options.timeline, meet
         )
     return DataParallel(
         buckets, opened.exchange, rule, statistics, opened.startup, state, options.timeline

@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch.distributed import DistStoreError
 
 from paceline.cluster.membership.control_line.frames import JSON
+from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
 
 STORE = "store"
@@ -31,13 +32,6 @@ STORE = "store"
 # Members enter a generation one after another, and the first ask before the leader has opened the
 # store. More than these are none of a world that can form.
 _MAX_EARLY = 4096
-
-
-class FrameSender(Protocol):
-    """What a store needs of a control line."""
-
-    def send(self, peer: str, kind: str, body: Mapping[str, JSON]) -> bool:
-        """Queue a frame; return False if the peer is not connected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,7 @@ class ControlStore(PolledStore):
     """
 
     def __init__(
-        self, line: FrameSender, leader: str, own: bool, prefix: str, timeout: timedelta
+        self, line: ControlLine, leader: str, own: bool, prefix: str, timeout: timedelta
     ) -> None:
         super().__init__(leader, prefix, timeout)
         self._line = line

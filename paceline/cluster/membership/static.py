@@ -38,7 +38,6 @@ class StaticMembership:
 
     Attributes:
         survives: False.
-        activities: as given.
         frames: the membership itself, which sends none.
     """
 

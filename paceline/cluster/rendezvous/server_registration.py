@@ -103,6 +103,8 @@ class Invitation(JsonRecord):
         names: of the workers, in rank order, for errors.
         buckets: what travels.
         optimizer: the class that updates, for the server's output; "": none does.
+        asynchronous: each worker has a window of its own; these are the next ones in its order.
+        scales_rate: as of `ParameterServer`.
         wire: name of the codec.
         connections: number of TCP connections to each worker.
         model: digest of the names and shapes of the model's parameters.
@@ -120,6 +122,8 @@ class Invitation(JsonRecord):
     names: tuple[str, ...]
     buckets: tuple[InvitedBucket, ...]
     optimizer: str
+    asynchronous: bool = False
+    scales_rate: bool = False
     wire: str
     connections: int
     model: str

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
@@ -32,8 +33,26 @@ from paceline.cluster.membership.voting.messages import KINDS, Accept, Decided, 
 from paceline.cluster.rendezvous.formed_run import FormedRun
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision.event_queue import EventQueue
-from paceline.cluster.supervision.worker_exit import WorkerExit
 from paceline.errors import CommError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExit:
+    """End of a worker, as its supervisor reports it.
+
+    Attributes:
+        local_rank: the worker's, in the start's first generation.
+        member: the worker's member id; "" for a server.
+        name: what messages call the worker.
+        text: how it ended, a sentence that begins with the name.
+        failed: whether it didn't end well.
+    """
+
+    local_rank: int
+    member: str
+    name: str
+    text: str
+    failed: bool
 
 
 class MachineEndpoint:
@@ -69,17 +88,17 @@ class MachineEndpoint:
         return self._names[member]
 
     def exited(self, end: WorkerExit) -> None:
-        """Report the end of a worker to all members."""
+        """Report the end of a worker to the members that are connected; never waits."""
         if end.failed and end.member:
             how = how_it_ended(end)
             self._line.broadcast(EXITED, {"member": end.member, "how": how})
 
     def end_run(self, failure: FailureReport) -> None:
-        """Report to the members of all machines why the run ends."""
+        """Report to the members of all machines why the run ends; never waits."""
         self._line.broadcast(END, {"text": failure.text, "status": failure.status})
 
     def is_lost(self, machine: int) -> bool:
-        """Return whether the run continues without a machine."""
+        """Return whether the run continues without a machine, as far as that is known here."""
         self._enter(self._acceptor.successor_of(self._generation))
         return machine not in self._generation.machines
 

@@ -37,9 +37,9 @@ from paceline.cluster.stores.failure_report import FailureReport, cause, post
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import EventQueue, Exited, Interrupted
+from paceline.cluster.supervision.machine_endpoint import MachineEndpoint, WorkerExit
 from paceline.cluster.supervision.server_command import ServerCommand
 from paceline.cluster.supervision.supervisor_file import SupervisorFile
-from paceline.cluster.supervision.worker_exit import SupervisorEndpoint, WorkerExit
 from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, PacelineError
 
@@ -57,7 +57,7 @@ _LOOK_S = 1.0  # between two looks whether the world has ended without a worker
 _EXPELLED_S = 5.0  # that an expelled worker has to end by itself, once the world has ended
 _VOTE_S = 5.0  # within which the members of other machines continue without this one
 
-OpenEndpoint = Callable[[FormedRun, EventQueue], SupervisorEndpoint]
+OpenEndpoint = Callable[[FormedRun, EventQueue], MachineEndpoint]
 """Opens the supervisor's end of the connections to the members of a formed run. The events receive
 the reason for which another process ends the run."""
 
@@ -84,7 +84,7 @@ class MachineWorkers:
         self._servers = servers
         self._prints_failure = prints_failure
         self._open_endpoint = open_endpoint
-        self._endpoint: SupervisorEndpoint | None = None
+        self._endpoint: MachineEndpoint | None = None
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
@@ -252,7 +252,7 @@ class MachineWorkers:
         print_message(text)
         return None
 
-    def _end_expelled(self, endpoint: SupervisorEndpoint) -> None:
+    def _end_expelled(self, endpoint: MachineEndpoint) -> None:
         """Kill the workers that are left, some seconds after the world has ended without them."""
         left = [rank for rank in self._workers if not self._serves(rank)]
         if not left or not all(endpoint.ended_without(self._member(rank).id) for rank in left):

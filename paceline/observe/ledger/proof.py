@@ -83,11 +83,7 @@ class Proof:
         starts: number of generations with records: starts of the run, and returns to a snapshot.
         base: number of steps in the checkpoint of another run from which this run started; 0 if
             there is none. These steps are not checked here.
-        committed: number of steps that can't be undone, because a checkpoint contains them, a later
-            generation resumed after them, or the run ended.
-        done: number of steps whose samples must each have been trained exactly once, because the
-            steps are committed or all ranks have passed them.
-        begun: number of steps that at least one rank recorded.
+        committed, done, begun: as of `Timeline`.
         generations: the generations that started, or that others name as ancestors, in order.
         accounts: the sample counts of each epoch up to `done`.
         faults: the first few faults.

@@ -80,9 +80,9 @@ class Topology:
         spans = zip([0, *ends], ends, strict=False)
         return cls(groups=tuple(tuple(range(a, b)) for a, b in spans))
 
-    def served_by(self, *names: str) -> Topology:
-        """Return this topology of workers with servers behind the last rank."""
-        first = self.ranks[-1] + 1
+    def served_by(self, *names: str, first: int | None = None) -> Topology:
+        """Return this topology of workers with servers; `first`: their first rank, if not next."""
+        first = self.ranks[-1] + 1 if first is None else first
         servers = tuple((first + number,) for number in range(len(names)))
         return Topology(groups=(*self.groups, *servers), servers=names)
 

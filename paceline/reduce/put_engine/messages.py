@@ -37,7 +37,6 @@ class Messages:
 
     Attributes:
         rank: this rank.
-        layout: as given.
     """
 
     def __init__(self, window: Window, layout: Layout, timeout: Timeout) -> None:

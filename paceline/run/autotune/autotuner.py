@@ -24,7 +24,7 @@ from paceline.comm.communicator import broadcast_state
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
 from paceline.generation.run import Run
-from paceline.run.autotune.prediction import Predictor
+from paceline.run.autotune.prediction import StepPredictor
 from paceline.run.autotune.shortlist import SHORTLIST, shortlist, unpredicted
 from paceline.run.autotune.trials import Outcome, Trials, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
@@ -69,7 +69,7 @@ class Autotuner:
         candidates: Sequence[SyncConfig],
         run: Run,
         setting: TrialSetting,
-        predictor: Predictor | None = None,
+        predictor: StepPredictor | None = None,
     ) -> None:
         self._candidates = candidates
         self._setting = setting

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -41,28 +40,6 @@ from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, sec
 _BUCKET_SECONDS = 7e-4  # by benchmarks/buckets.py --links 1gbit --wires int8
 _COPY_SECONDS = 5e-10  # a byte, by benchmarks/floor.py --links loopback
 _BLOCK = 2**16  # values, by which a codec's bytes a value are computed
-
-
-class Predictor(Protocol):
-    """Protocol of a predictor of step times by candidate.
-
-    Attributes:
-        note: after `predict`, on rank 0: what exchanges that aren't exact would gain; None: little.
-    """
-
-    note: Message | None
-
-    def begin_step(self) -> None:
-        """Begin a step; from the first one on they are measured."""
-
-    def predict(self) -> list[float] | None:
-        """Return predicted seconds a step by candidate, on all ranks; None if it can't.
-
-        Collective, and the last call.
-        """
-
-    def restart(self) -> None:
-        """Forget what was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +89,9 @@ class StepPredictor:
     Args:
         candidates: the exchanges.
         run: the run, whose ranks exchange.
+
+    Attributes:
+        note: after `predict`, on rank 0: what exchanges that aren't exact would gain; None: little.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.update.owned_shards import OwnedShards
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.invited_threads import InvitedThreads
+from tests.harness.twins.mortal_window import Mortal, MortalWindow, RoomCounts
 from tests.harness.twins.stored_addresses import StoredAddresses
 from tests.harness.twins.window import WindowGroup
 from tests.harness.twins.window_context import WindowContext
@@ -44,11 +45,14 @@ class Served:
             asynchronous.
         scales_rate: as of `ParameterServer`.
         tcp: all connect by TCP; they aren't asynchronous.
+        mortals: the members, by "worker" or "server" and number, which count their puts. They don't
+            connect by TCP.
 
     Attributes:
         errors: what ended servers.
         running: the servers of the last binding; of asynchronous workers, those of the last worker.
         order: the asynchronous updates: server, bucket, worker, and this worker's version.
+        rooms: the rooms that were used, of each exchange with mortals.
     """
 
     updater = ServedOptimizer
@@ -63,6 +67,7 @@ class Served:
         staleness: int | None = 0,
         scales_rate: bool = False,
         tcp: bool = False,
+        mortals: Mapping[tuple[str, int], Mortal] | None = None,
     ) -> None:
         self._servers = servers
         self._late = late
@@ -72,6 +77,8 @@ class Served:
         self._scales_rate = scales_rate
         self._store = HashStore() if tcp else None
         self._shared: dict[tuple[int, int], OwnedShards] = {}  # by binding and server
+        self._mortals = mortals
+        self.rooms: dict[WindowGroup, RoomCounts] = {}
         self.order: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, int], WindowGroup] = {}  # by binding and, if alone, worker
@@ -105,7 +112,7 @@ class Served:
         def open_window(size: int, notifications: int) -> Window:
             if self._store is not None:
                 return self._connect(rank, binding, (size, notifications), len(machines))
-            return self._window(self._groups[key], rank, notifications)
+            return self._window(self._groups[key], rank, notifications, worker)
 
         options = PutOptions(
             context=WindowContext(open_window, self._limit),
@@ -117,10 +124,15 @@ class Served:
 
     def join(self) -> None:
         """Wait for the servers' ends; raise what ended one."""
-        for thread in self._threads:
-            thread.join()
+        self.end()
         if self.errors:
             raise self.errors[0]
+
+    def end(self) -> None:
+        """Wait for the servers' ends, within the limit."""
+        for thread in self._threads:
+            thread.join(self._limit)
+            assert not thread.is_alive(), "a server hasn't ended"
 
     def start(
         self, layout: Layout, machines: Sequence[int], binding: int = 0, worker: int = 0
@@ -139,6 +151,8 @@ class Served:
         size = layout.server_size
         group = WindowGroup(len(ranks), size, layout.notifications, simulated, apart=owners)
         timeout = Timeout(self._limit, self._limit)
+        if self._mortals is not None:
+            self.rooms[group] = RoomCounts(len(layout.buckets), len(machines))
         windows = [self._window(group, server, layout.notifications) for server in owners]
         if self._staleness is None:
             self.running = [
@@ -196,8 +210,12 @@ class Served:
 
         return Noting(*arguments, shards, scales_rate=self._scales_rate)
 
-    def _window(self, group: WindowGroup, rank: int, notifications: int) -> Window:
-        window = group.window(rank)
+    def _window(self, group: WindowGroup, rank: int, notifications: int, worker: int = 0) -> Window:
+        window: Window = group.window(rank)
+        if self._mortals is not None:
+            server = rank - group.world_size + self._servers
+            member = ("server", server) if server >= 0 else ("worker", worker)
+            window = MortalWindow(window, self._mortals[member], self.rooms[group])
         if not self._late:
             return window
         buckets = notifications // 4

@@ -26,9 +26,9 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision import parent_death_watchdog
 from paceline.cluster.supervision.event_queue import EventQueue
+from paceline.cluster.supervision.machine_endpoint import WorkerExit
 from paceline.cluster.supervision.supervisor import supervise
 from paceline.cluster.supervision.supervisor_file import write_supervisor_file
-from paceline.cluster.supervision.worker_exit import WorkerExit
 
 LIMIT = 30.0
 LIGHT = "tests.harness.processes.light_worker"
