@@ -102,6 +102,9 @@ class World:
     def staleness(self) -> dict[int, int]:
         """How often each staleness occurred: reads of buckets, by the versions they were behind.
 
+        Of asynchronous workers: gradients of buckets, by the updates they were behind, up to the
+        last time all ranks met, such as an epoch's end.
+
         Those of this rank, since the start or the last loss of a member; {} without parameter
         servers whose `staleness` is above 0.
         """

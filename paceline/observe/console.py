@@ -222,7 +222,7 @@ def _input_part(share: float) -> list[str]:
 def _staleness_part(counts: Sequence[int]) -> list[str]:
     """Show which share of the reads was how many versions behind, where any may be."""
     reads = sum(counts)
-    shares = [f"{behind}: {count / reads:.0%}" for behind, count in enumerate(counts) if reads]
+    shares = [f"{behind}: {count / reads:.0%}" for behind, count in enumerate(counts) if count]
     return [f"staleness {', '.join(shares)}"] if shares else []
 
 

@@ -49,6 +49,7 @@ from paceline.timeline.timeline import SETTLE
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP = 3
 _BEFORE_STEP = 4
+_MOST_BEHIND = 63  # versions that a histogram of staleness tells apart
 
 
 class Stop(Exception):
@@ -356,14 +357,16 @@ class Steps:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        reads = self._replica.stale_reads
         context = self.run.context
         if self._replica.equal_between_steps or context.summaries.alone:
             return []
-        counts = torch.tensor([reads[n] for n in range(context.summaries.lag)], dtype=torch.int64)
-        reads.clear()
+        counts = torch.zeros(_MOST_BEHIND + 1, dtype=torch.int64)
+        for behind, count in self._replica.stale_reads.items():
+            counts[min(behind, _MOST_BEHIND)] += count
+        self._replica.stale_reads.clear()
         summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
-        return [int(count) for count in summed.tolist()]
+        last = max(summed.nonzero().flatten().tolist(), default=-1)
+        return [int(count) for count in summed[: last + 1].tolist()]
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.config.average import require_merge
 from paceline.config.train import TrainConfig
+from paceline.config.world import SyncConfig
 from paceline.generation.run import Run
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
@@ -266,9 +267,30 @@ def edits_of(config: TrainConfig, start: Start) -> list[str]:
     del flags["batch_size"]  # of a machine; the global batch size can't be edited
     edited = edited_flags(start.state.get("config", {}), flags)
     texts = [f"{', '.join(edited)}."] if edited else []
+    texts += _exchange_note(config.sync, start.state.get("config", {}))
     if start.given.resets(start.state):
         texts.append("The optimizer's state begins anew, because of --reset_optimizer.")
     return texts
+
+
+def _exchange_note(config: SyncConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Return what becomes of momenta where servers exchange, before or after a start from a file.
+
+    Where workers average, another note says so.
+    """
+    now = config.sync, config.staleness
+    before = saved.get("sync", config.sync), saved.get("staleness", "0")
+    methods = {now[0], before[0]}
+    if before == now or "server" not in methods or "average" in methods:
+        return []
+    return [
+        f"The checkpoint is of a run with {_exchange(*before)}, and this one has {_exchange(*now)}:"
+        " it continues with the checkpoint's parameters and momenta, those of the whole model."
+    ]
+
+
+def _exchange(sync: str, staleness: str) -> str:
+    return f"--sync {sync}" + (f" --staleness {staleness}" if sync == "server" else "")
 
 
 def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWatch:

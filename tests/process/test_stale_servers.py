@@ -7,14 +7,15 @@ each sample is trained once, and that all workers have the same weights wherever
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.processes.command import Result, all_end
-from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, requires_exact
-from tests.harness.processes.run_folders import events
+from tests.harness.processes.command import Command, Result, all_end, run
+from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, load, requires_exact
+from tests.harness.processes.run_folders import events, write_net
 
 SERVED = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01")
 STALE = (*SERVED, "--staleness", "2")
@@ -48,7 +49,7 @@ def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weight
     ended = stale.wait()
     assert stale.completed() == [0, 1, 2]
     requires_trained(stale, ended)
-    lines = re.findall(r"epoch \d/5: .* staleness 0: \d+%, 1: \d+%, 2: \d+%, lr", ended.text)
+    lines = re.findall(r"epoch \d/5: .* staleness (?:[012]: \d+%, )+lr", ended.text)
     assert len(lines) == 5, ended.text
     behind = [event["staleness"] for rank in range(3) for event in steps(stale, rank)]
     assert len(behind) == 3 * 30
@@ -65,6 +66,8 @@ def test_asynchronous_workers_train_each_sample_once_and_meet_with_equal_weights
     ended = stale.wait()
     assert stale.completed() == [0, 1, 2]
     requires_trained(stale, ended)
+    lines = re.findall(r"epoch \d/5: .* staleness (?:\d+: \d+%, )+lr", ended.text)
+    assert len(lines) == 5, ended.text
 
 
 @pytest.mark.timeout(300)
@@ -152,3 +155,83 @@ def test_a_run_of_which_all_workers_are_killed_resumes(
     again = stale.again()
     assert again.status == 0, again.text
     requires_exact(stale)
+
+
+MODES = {
+    "synchronous": (SERVED, "--sync server --staleness 0"),
+    "bounded": (STALE, "--sync server --staleness 2"),
+    "notified": (("--sync", "notified"), "--sync notified"),
+    "asynchronous": (ASYNCHRONOUS, "--sync server --staleness async"),
+    "average": (("--sync", "average", "--average_every", "2"), ""),
+}
+TRAIN = (
+    *("train", "--train_data", "null", "--epoch_size", "18", "--image_size", "32"),
+    *("--augment", "none", "--num_labels", "3", "--batch_size", "6", "--num_workers", "2"),
+    *("--model", "net:plain", "--decode_workers", "0"),
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_starts_from_the_checkpoint_of_another_mode_and_says_what_becomes_of_momenta(
+    tmp_path: Path,
+) -> None:
+    write_net(tmp_path)
+    former = ""
+    for number, (mode, (words, name)) in enumerate(MODES.items(), start=1):
+        start: tuple[str, ...] = ()
+        if number > 1:
+            (checkpoint,) = (tmp_path / "runs" / str(number - 1) / "checkpoints").glob("step*.pt")
+            start = ("--resume", str(checkpoint))
+        epochs = ("--num_epochs", str(number), "--run_id", str(number))
+        ended = run(*TRAIN, *epochs, *words, *start, folder=tmp_path)
+        assert ended.status == 0, (mode, ended.text)
+        if number > 1 and name:
+            said = (
+                f"The checkpoint is of a run with {former}, and this one has {name}: it continues"
+            )
+            assert said in ended.text
+        if mode == "average":
+            assert "and each with its momenta." in ended.text
+        former = name
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import paceline
+
+torch.manual_seed(0)
+samples, labels = torch.randn(48, 6), torch.randint(3, (48,))
+world = paceline.join(run=None)
+model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+paceline.parallelize(model, optimizer, world, sync=sys.argv[1])
+data = torch.utils.data.TensorDataset(samples, labels)
+loader = paceline.loader(data, batch_size=12, world=world, seed=1)
+for epoch in range(3):
+    for x, y in loader:
+        with world.step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+world.settle()
+torch.save(model.state_dict(), f"{sys.argv[2]}.{world.rank}.pt")
+print("reads", sum(world.staleness.values()))
+world.close()
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sync", ["server:staleness=2", "server:staleness=async"])
+def test_a_script_with_stale_workers_ends_an_epoch_with_equal_weights(
+    tmp_path: Path, sync: str
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ("launch", "-n", "2", "--num_servers", "1", "--", sys.executable, "script.py")
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = Command(*words, sync, "end", folder=tmp_path, environment=environment).wait()
+    assert ended.status == 0, ended.text
+    first, second = (load(tmp_path / f"end.{rank}.pt") for rank in range(2))
+    assert distance(first, second) == 0
+    assert len(re.findall(r"reads [1-9]", ended.text)) == 2

@@ -83,6 +83,7 @@ class Asynchronous(WithoutSums):
             self._await_all()
             self._awaited.update(self._served.pull())
             super().settle(weights)
+            self.reads.update(self._served.take_staleness())
 
     def _await_all(self) -> None:
         """Return once all workers have settled; running statistics are their mean then."""

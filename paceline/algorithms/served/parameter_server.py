@@ -70,7 +70,7 @@ class ParameterServer:
 
     Attributes:
         staleness: how often an asynchronous worker's gradients of a bucket were so many updates
-            old, by this number.
+            old, by this number; since the worker has asked for it.
     """
 
     def __init__(
@@ -163,6 +163,10 @@ class ParameterServer:
             self._restore(worker, *content_of(message))
         elif kind == Kind.FETCH:
             self._send_state(worker, content_of(message))
+        elif kind == Kind.STALENESS:  # the worker has all that its gradients have updated
+            counts = to_message(Kind.STALENESS, dict(self.staleness))
+            self.staleness.clear()
+            self._messages.send(worker, counts, "the staleness of gradients")
         else:
             raise CommError(f"Worker {worker} sent a message of the unknown kind {kind}.")
 

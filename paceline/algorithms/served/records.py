@@ -4,6 +4,7 @@
     RECORD   of a version: what it returns, by which hyperparameters          worker 0 ─▶ server
     FETCH    a request for a part of the optimizer's state                    worker   ─▶ server
     STATE    parts of the optimizer's state                                   worker  ◀─▶ server
+    STALENESS  how old an asynchronous worker's gradients were                worker  ◀─▶ server
 
 A record is JSON. It names the optimizer's class, one of torch's `ELEMENTWISE`, so that a server
 runs no code that a worker sends. Parts of parameters are named by their places: "bucket/parameter".
@@ -42,6 +43,7 @@ class Kind(IntEnum):
     RECORD = 1
     FETCH = 2
     STATE = 3
+    STALENESS = 4
 
 
 @dataclass(frozen=True, kw_only=True)

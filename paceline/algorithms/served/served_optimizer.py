@@ -7,6 +7,7 @@ and fetches that part for snapshots and checkpoints. Parameters and hyperparamet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ SERVED = Division(
     other_argument="sync='notified'",
 )
 _STATE = "the exchange of the optimizer's state with the servers"
+_STALENESS = "the staleness of gradients"
 _RECORD = "a step's record to the servers"
 
 
@@ -137,6 +139,15 @@ class ServedOptimizer(DividedOptimizer):
         for server in self._servers:  # in the order of their shards
             append_ranges(fetched, content_of(self._connected.receive(server, _STATE)))
         return {self._places[where][0]: entry for where, entry in fetched.items()}
+
+    def take_staleness(self) -> Counter[int]:
+        """Return how often gradients of this worker's were so many updates old, since last time."""
+        found: Counter[int] = Counter()
+        for server in self._servers:
+            self._connected.send(server, to_message(Kind.STALENESS, None), _STALENESS)
+        for server in self._servers:
+            found.update(content_of(self._connected.receive(server, _STALENESS)))
+        return found
 
     def restore_local(self, saved: Ranges) -> bool:
         """Give the servers what `local` returned, if this worker has the same part."""

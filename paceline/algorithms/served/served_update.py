@@ -41,6 +41,7 @@ class ServedUpdate:
         self._exchange = exchange
         self._optimizer = optimizer
         self._asynchronous = asynchronous
+        self.take_staleness = optimizer.take_staleness
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the bucket alone."""
