@@ -2,7 +2,7 @@
 
 `make demo` runs it. Scikit-learn's handwritten digits (1,797 grey images) become JPEG files in
 `demo-data/`, `paceline db create` makes databases of them, and `paceline train` does the rest.
-Takes about half a minute on two cores.
+Takes less than half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sklearn.model_selection import train_test_split
 
 FOLDER = Path("demo-data")  # made anew each time
 RUNS = Path("runs")
-PIXELS = 32
+PIXELS = 16
 HELD_OUT = 360
 EXPECTED_ACCURACY = 0.95
 

@@ -5,10 +5,10 @@ from torch.nn.functional import batch_norm, conv2d, pad, relu
 
 w = torch.load("checkpoint.pt", weights_only=True)["model"]
 with open("test-minidb/data.minidb", "rb") as file:
-    rows = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).view(-1, 8 + 19 + 1045)
-# A row: two sizes, a key, and a record of 12 bytes, 32 x 32 pixels, some more bytes, the label.
+    rows = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).view(-1, 8 + 19 + 277)
+# A row: two sizes, a key, and a record of 12 bytes, 16 x 16 pixels, some more bytes, the label.
 PARTS = "running_mean", "running_var", "weight", "bias"
-images, labels = (rows[:, 39 : 39 + 1024].view(-1, 1, 32, 32) - 128.0) / 128, rows[:, -1]
+images, labels = (rows[:, 39 : 39 + 256].view(-1, 1, 16, 16) - 128.0) / 128, rows[:, -1]
 
 
 def unit(x, conv, bn, stride=1):

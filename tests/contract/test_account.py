@@ -32,6 +32,7 @@ from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.timeline.timeline import WAIT_FOR_INPUT, Timeline
 from tests.harness.equivalence.large_batch import Training, World, convnet, usual_step
 from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import LIMIT
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.processes.worlds import run_of
@@ -100,7 +101,7 @@ class Ranks:
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
         topology = Topology.of(self._machines or [1] * c.world_size)
         options = PutOptions(
-            context=WindowContext(open_window, 30.0),
+            context=WindowContext(open_window, LIMIT),
             purpose="gradients",
             topology=topology,
             timeline=self.figures[c.rank],

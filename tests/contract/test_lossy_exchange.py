@@ -13,6 +13,7 @@ from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine import owner
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
+from tests.harness.equivalence.put_synchronizers import LIMIT
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.twins.window import WindowGroup
 
@@ -36,7 +37,7 @@ def maker(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange]
     group = WindowGroup(world_size, layout.size, layout.notifications, machines)
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
     return lambda rank: PutExchange(
-        group.window(rank), layout, templates, names, Timeout(30.0, 30.0)
+        group.window(rank), layout, templates, names, Timeout(LIMIT, LIMIT)
     )
 
 

@@ -16,6 +16,7 @@ from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.comm.peer_activities import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
+from tests.harness.equivalence.put_synchronizers import LIMIT
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.reference.unencoded import Unencoded
 from tests.harness.twins.window import WindowGroup
@@ -85,7 +86,7 @@ def merge(layout: Layout, versions: int) -> tuple[list[list[Tensor]], list[Tenso
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
 
     def work(rank: int) -> tuple[list[Tensor], Tensor]:
-        window, timeout = group.window(rank), Timeout(30.0, 30.0)
+        window, timeout = group.window(rank), Timeout(LIMIT, LIMIT)
         exchange, got = PutExchange(window, layout, templates, names, timeout), []
         for version in range(versions):
             exchange.begin(1.0)

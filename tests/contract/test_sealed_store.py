@@ -106,6 +106,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, int]]:
     ready, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("forkserver").Process(target=serve, args=(sender,))
     process.start()
+    assert ready.poll(100)
     store = open_store(StoreSpec(kind="tcp", address=f"127.0.0.1:{ready.recv()}"), LIMIT)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
@@ -126,7 +127,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, func_only=True)  # the server's process may take as long to start
 def test_no_call_waits_for_a_stopped_server(stopped: tuple[Store, int]) -> None:
     store, server = stopped
     for call in CALLS.values():

@@ -114,9 +114,16 @@ def files_of(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-*.pt"))
 
 
-@pytest.mark.parametrize("parked", [[(1,)], [(1,), ()]], ids=["fewer", "fewer and back"])
 @pytest.mark.parametrize(
-    "name", ["allreduce", "notified", "sharded", "clipping", "int8", "sharded int8"]
+    ("name", "parked"),
+    [
+        *(
+            pytest.param(name, [(1,), ()], id=f"{name}, fewer and back")
+            for name in ("allreduce", "notified", "sharded", "clipping", "int8", "sharded int8")
+        ),
+        # To the end: what replicas have, and what each rank alone has.
+        *(pytest.param(name, [(1,)], id=f"{name}, fewer") for name in ("notified", "sharded int8")),
+    ],
 )
 def test_a_trainer_continues_with_fewer_members_and_with_all_again(
     name: str, parked: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -102,7 +102,7 @@ def test_a_trainer_with_a_slow_worker_is_exact_and_resumes_with_its_shares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_net(tmp_path)
-    (tmp_path / "slow").write_text("1 4")
+    (tmp_path / "slow").write_text("1 10")
     words = (*TRAIN, "--sync", "notified", "--shares", "measured")
     first = Command(*words, "--num_epochs", "3", folder=tmp_path)
     line = first.line_with("shares: ")
@@ -158,7 +158,7 @@ def counts_of(line: dict[str, Any]) -> list[int]:
 
 def test_equal_shares_name_the_slow_worker_once(tmp_path: Path) -> None:
     write_net(tmp_path)
-    (tmp_path / "slow").write_text("0 4")
+    (tmp_path / "slow").write_text("0 10")
     ended = run(*TRAIN, "--num_epochs", "2", folder=tmp_path)
     assert ended.status == 0, ended.text
     found = re.findall(

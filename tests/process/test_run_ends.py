@@ -23,7 +23,7 @@ RUNS = [Path(f"out{machine}/r") for machine in (0, 1)]
 
 
 def test_a_run_ends_though_an_expelled_worker_stays_frozen(tmp_path: Path) -> None:
-    run = FaultRun(tmp_path, "--sync", "allreduce", "--peer_timeout", "3")
+    run = FaultRun(tmp_path, "--sync", "allreduce", "--peer_timeout", "8")
     run.reach(FIRST_KILL)
     workers = run.workers()
     workers[1].suspend()
