@@ -8,6 +8,6 @@ from paceline.cluster.supervision.server_command import ServerCommand
 
 
 def server_command(role: str, count: int) -> ServerCommand:
-    """Return the command of so many servers of a role."""
+    """Return the command that starts `count` servers of a role on this machine."""
     argv = [sys.executable, "-m", "paceline.cli.main", "serve"]
     return ServerCommand(argv=argv, role=role, count=count)

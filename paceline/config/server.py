@@ -24,11 +24,11 @@ class Server:
 
     Args:
         staleness: by how many steps the parameters that a worker reads may be behind. 0:
-            synchronous, equal to one process. K > 0: a worker leads the slowest one by up to K
-            steps, and doesn't wait for it. None: asynchronous, each worker's gradients are an
+            synchronous, equal to one process. K > 0: a worker may lead the slowest one by up to K
+            steps before it waits. None: asynchronous, each worker's gradients are an
             update of their own, in the order of arrival.
-        staleness_lr: of asynchronous workers, the learning rate of an update by gradients that are
-            s > 1 updates old: "given", that of the step, or "scale", that divided by s.
+        staleness_lr: with staleness None, the learning rate of an update by gradients that are
+            s > 1 updates old: "given": that of the step; "scale": that divided by s.
         servers: the number of servers; None: as many as `paceline launch --num_servers` starts, or
             one that `paceline serve` starts.
 

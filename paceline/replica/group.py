@@ -128,7 +128,7 @@ class ReplicaGroup:
         for replica in self.replicas:
             replica.settle(weights)
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Settle all replicas, which are equal between steps."""
         self.settle()
 

@@ -417,7 +417,7 @@ class Replica:
             self._when_settled = _versions(self._binding.gradients.parameters)
         self._settled = True
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Settle; where ranks read other parameters in a step, make them equal. Collective then.
 
         Averaged weights stay as they are.
@@ -571,7 +571,7 @@ class Replica:
         if same and plan is None:
             return
         if not self.equal_between_steps:
-            self.meet()
+            self.synchronize()
         self._hooks = self._binder.bind_anew(plan, same=same)
         self._binding.exchanging = old.exchanging
         self._binding.kept = old.kept

@@ -228,7 +228,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         self._end_measured_steps()
-        self._replica.meet()
+        self._replica.synchronize()
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
@@ -343,7 +343,7 @@ class Steps:
             self._stop()
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
-            self._replica.meet()
+            self._replica.synchronize()
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
@@ -623,7 +623,7 @@ class Steps:
     def settle(self) -> Position:
         """Settle, and receive all summaries, so that the position has all sums."""
         with self.run.timeline.span(SETTLE):
-            self._replica.meet()
+            self._replica.synchronize()
         self._receive_summaries(before=self.position.number)
         return self.position
 

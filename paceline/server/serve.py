@@ -58,7 +58,7 @@ class Serving(Protocol):
         """
 
     def release(self) -> None:
-        """Let the workers end, which wait for it; return once one of them does."""
+        """Let the workers end, which wait for it."""
 
     def close(self) -> None:
         """End the thread, and the window."""
@@ -101,10 +101,12 @@ class WorkersAddresses:
         self._received: dict[str, Sequence[str]] = {}  # of the workers, by purpose
 
     def publish(self, purpose: str, rank: int, where: str) -> None:
-        """Wait for what the workers have gathered for a purpose; none dials the server.
+        """Wait for the addresses that the workers have gathered for a purpose.
+
+        The server publishes none: no worker connects to it.
 
         Raises:
-            CommError: they didn't in time, or a process of the run gave a reason for its end.
+            CommError: they didn't come in time, or a process of the run reported why it ended.
         """
         number = len(self._received)
         self._received[purpose] = self._registered.addresses(self._window, number, self._limit)
@@ -213,7 +215,7 @@ def _connect(
 
 
 def _part(invitation: Invitation) -> str:
-    """Return which part of the values this server has, a clause; "" where there is no other."""
+    """Return which of the servers this is, as the end of a sentence; "" where there is one."""
     count = len(invitation.servers)
     return f", as server {invitation.number + 1} of {count}" if count > 1 else ""
 
@@ -237,7 +239,7 @@ def serve_generations(
         model: as of `refusal`.
         limit: as of `serve`, for the first generation.
         report: receives lines about what is served.
-        set_serving: called with whether workers are served, or awaited.
+        set_serving: called with True before workers are served, and False after.
 
     Raises:
         ConfigError: the invitation is refused; says why.

@@ -16,7 +16,7 @@ from paceline.models.zoo import model_factory
 from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
-from paceline.server.met_servers import refuse_server
+from paceline.server.found_servers import refuse_server
 from paceline.session.decoding import no_gpu
 from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.start import check_order, check_origin

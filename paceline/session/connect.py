@@ -22,7 +22,7 @@ def connect_run(
     membership: Membership | None = None,
     notes: Notes | None = None,
 ) -> Run:
-    """Connect all ranks of a start's first generation, and know how to in later ones; collective.
+    """Connect all ranks of a start's first generation; collective. The run connects later ones.
 
     Args:
         group: all ranks of the generation, as this one sees them.

@@ -89,7 +89,7 @@ class Session:
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
-        bound: closes what binds the models; each further `replicate` does so.
+        bound: closes what binds the models; each further call of `replicate` closes it, too.
         backup: exchanges backups of snapshots; None: no loss is survived.
         steps: the steps of the models; None: there is no model yet.
         total_steps: the number of the run's steps; None: it isn't known.
@@ -317,8 +317,8 @@ class Session:
     def begin(self) -> None:
         """Take part in votes from now on: the run's first generation has its number.
 
-        The supervisor learns that the others survive this process, and the run's recorder, which
-        machine's loss they wouldn't survive.
+        A note names the machine whose loss the run wouldn't survive, if there is one. Where the others
+        survive this process, the supervisor learns that.
         """
         membership = self.run.membership
         if risk := membership.begin(self.run.context.world.generation):

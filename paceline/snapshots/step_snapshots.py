@@ -161,7 +161,8 @@ class StepSnapshots:
     def take(self, step: int, position: Mapping[str, Any], *, wanted: bool = False) -> None:
         """Let the step that begins copy the state before it, if a snapshot is due.
 
-        A rank alone copies at once.
+        A rank alone copies at once. So do ranks that read other parameters in a step: once they are
+        equal; and ranks that average, at a round's end.
 
         Args:
             step: the step's number; summaries are obeyed before it.
@@ -175,7 +176,7 @@ class StepSnapshots:
             self.take_between_steps(step, position)
         elif self._replica.rounds is None and not self._replica.equal_between_steps:
             with self._run.timeline.span(SETTLE):
-                self._replica.meet()
+                self._replica.synchronize()
             self._replica.copy_now(self._copier(self._name(step), position))
         elif self._replica.rounds is not None:
             # Within a round weights differ; at its end the anchor is equal everywhere.

@@ -1,12 +1,12 @@
-"""What the ranks' clocks are apart, from a few rounds of messages.
+"""Offsets between the ranks' clocks, by a few rounds of messages.
 
     rank 0   sent ─┐              ┌─ received          all_reduce, and all_reduce of the times
     rank r         └──── time ────┘                 sent ≤ time ≤ received, on one clock
 
-Nobody gets through the first all_reduce before rank 0 has begun it, and rank 0 not through the
-second before everybody has read the clock. Of all rounds the shortest says most; what is known is
-half of its length, some tens of microseconds on a network of one switch. Ranks of one running
-system read one clock and differ by nothing.
+No rank completes the first all_reduce before rank 0 has begun it, and rank 0 doesn't complete the
+second before all ranks have read their clocks. The shortest round is used: an offset's error is at
+most half of its length, some tens of microseconds on a network of one switch. Ranks of one running
+system read the same clock, so the offset is 0 between them.
 """
 
 from __future__ import annotations

@@ -117,10 +117,11 @@ class Timeline:
         return self._sums[name] / 1e9
 
     def account(self, step: int) -> dict[str, object]:
-        """Return where the time of an ended step went, for its event; {} if it was asked before.
+        """Return where a step's time went, for its event; once, after its `train` and before the next.
 
         Returns:
-            compute_ms: the time of the span `train` without those that follow.
+            {} if another step's `train` ended last, or the account was returned before; else:
+            compute_ms: the time of the span `train` without the five kinds of time that follow.
             exposed_ms: time spent waiting for the exchange, in this step and, as all that follows,
                 since the step before.
             send_ms: time spent handing gradients over to the exchange.
@@ -176,7 +177,7 @@ class Timeline:
         return [*chain.from_iterable(self._spans.get(step, ()) for step in steps)]
 
     def follow(self, window: int, puts: PutEvents) -> None:
-        """Ask a window, in the end, for the moments of its puts: its event loop has them."""
+        """Let `puts` return the moments of a window's puts, which its event loop records."""
         self.windows[window] = puts
 
     def puts(self) -> list[TracedPut]:

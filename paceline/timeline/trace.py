@@ -58,6 +58,7 @@ class Trace(NullRecorder):
     """Recorder that lets the timeline retain some steps' spans, and writes them after the last.
 
     Args:
+        path: the file.
         steps: the steps to trace, counted from the run's first step (0).
         run: has the timeline, and the present generation, whose ranks all trace the same steps.
         machine: the number of this rank's machine.

@@ -1,4 +1,4 @@
-"""A worker's optimizer whose state lies divided among processes that update by it.
+"""A worker's optimizer whose state is divided among the processes that update by it.
 
 The optimizer's class and hyperparameters are the user's; its own state is empty, because the
 processes that update have it: the ranks, each for its shards (`shard_optimizer.py`), or servers.
@@ -34,7 +34,7 @@ class Division:
     Attributes:
         flag: the option of a command.
         argument: the option of the library.
-        where: what of the state this process doesn't have.
+        where: the clause after "what" that says which part isn't here: "other ranks own".
         other_flag: the option of a command by which each rank has the whole state.
         other_argument: likewise, of the library.
     """
@@ -109,7 +109,7 @@ class DividedOptimizer(ABC):
 
     @abstractmethod
     def local(self) -> Ranges:
-        """Return this rank's part of the state: (start, stop, state) of each parameter."""
+        """Return this rank's part of the state: (start, stop, state) by the parameter's name."""
 
     @abstractmethod
     def restore_local(self, saved: Ranges) -> bool:

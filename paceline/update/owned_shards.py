@@ -31,7 +31,7 @@ class ParameterRange:
 
     Attributes:
         index: index of the parameter in its bucket.
-        start, stop: the range, as indices in the flattened parameter.
+        start, stop: the range, as indices in the flat parameter.
         inside: the same values, as indices in the range of the bucket.
     """
 
@@ -155,14 +155,14 @@ class OwnedShards:
         fragments = self.fragments[index]
         if not fragments:
             return
-        # Views: the reduced sums came here, and the updated values leave from here, uncopied.
-        places = [memory[fragment.range.inside] for fragment in fragments]
+        # The reduced sums came here, and the updated values leave from here, uncopied.
+        views = [memory[fragment.range.inside] for fragment in fragments]
         # An unused parameter has a sum of zeros, which momentum or weight decay would turn into an
         # update; with None torch leaves it as it is on one rank.
         if given is None:
             given = [
-                place if used[fragment.range.index] else None
-                for fragment, place in zip(fragments, places, strict=True)
+                view if used[fragment.range.index] else None
+                for fragment, view in zip(fragments, views, strict=True)
             ]
         self._sub_optimizers[index].step(given)
         self.read(index, memory)
@@ -177,13 +177,16 @@ class OwnedShards:
         """Return the state of the shards: (start, stop, state) of each parameter, by its name."""
         return {
             fragment.name: (fragment.range.start, fragment.range.stop, self.state[fragment.values])
-            for fragment in self.each()
+            for fragment in self._each()
         }
 
     @torch.no_grad()
     def restore(self, parts: Sequence[Ranges]) -> None:
-        """Take copies of parts of the state, whose ranges lie in one fragment each, or are all."""
-        for fragment in self.each():
+        """Take copies of parts of the state, each of whose ranges lies in one fragment.
+
+        A fragment of which parts are given loses the entries that none of them has.
+        """
+        for fragment in self._each():
             given = [part[fragment.name] for part in parts if fragment.name in part]
             if not given:
                 continue
@@ -206,7 +209,7 @@ class OwnedShards:
                 own[name] = value.new_zeros(fragment.values.shape)
             own[name][start - first : stop - first] = value
 
-    def each(self) -> Iterator[Fragment]:
+    def _each(self) -> Iterator[Fragment]:
         """Yield all fragments."""
         for fragments in self.fragments.values():
             yield from fragments

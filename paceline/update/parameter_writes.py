@@ -1,4 +1,4 @@
-"""Detector of what a script writes to parameters between two updates that other processes make.
+"""Detector of a script's writes to parameters between two updates, which other processes make.
 
 Autograd's counts find most writes. What is written through `.data`, or an alias of it, leaves no
 count, so the sums of the values' bits are compared, too: two passes over the parameters a step.

@@ -24,7 +24,7 @@ from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters, table_parameters
-from paceline.server.met_servers import MetServers, meet_averaging_server
+from paceline.server.found_servers import FoundServers, find_averaging_server
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.wiring.exchange import topology_of, window_of
@@ -58,7 +58,7 @@ class AverageBuilder:
         config: SyncConfig,
         average: Average,
         steps: int | None,
-        server: MetServers | None,
+        server: FoundServers | None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -93,7 +93,7 @@ class AverageBuilder:
         buckets: Sequence[Bucket],
         statistics: RunningStatistics,
         context: GenerationContext,
-        server: MetServers | None,
+        server: FoundServers | None,
     ) -> Averaging:
         config = self._config
         average = self._average
@@ -130,7 +130,7 @@ class AverageBuilder:
         )
 
 
-def _end_of(server: MetServers, lost: ServerLost) -> ServerLost:
+def _end_of(server: FoundServers, lost: ServerLost) -> ServerLost:
     """Return the error of the run's end without its server."""
     (name,) = server.names
     reason = str(lost).removeprefix(f"{name} ").rstrip(".")
@@ -156,8 +156,8 @@ def average_weights(
             the run can't have a server.
         CommError: a peer was lost, or silent, or no server came.
     """
-    met = None
+    server = None
     if average.through == "server":
-        met = meet_averaging_server(run, model, config, average)
-    builder = AverageBuilder(model, optimizer, run, config, average, steps, met)
+        server = find_averaging_server(run, model, config, average)
+    builder = AverageBuilder(model, optimizer, run, config, average, steps, server)
     return Replica(model, optimizer, run, builder)

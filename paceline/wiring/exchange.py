@@ -40,7 +40,7 @@ from paceline.replica.trained_parameters import (
 )
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
-from paceline.server.met_servers import MetServers, meet_parameter_servers
+from paceline.server.found_servers import FoundServers, find_parameter_servers
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
@@ -78,7 +78,7 @@ class ExchangeGroups:
         model: nn.Module,
         sync: str,
         index: int | None = None,
-        servers: MetServers | None = None,
+        servers: FoundServers | None = None,
     ) -> None:
         refuse_shared_gpu(run.context.sharing, sync)
         number = "" if index is None else f"/{index}"
@@ -183,7 +183,7 @@ def _asynchronous(
     optimizer: ServedOptimizer,
     statistics: RunningStatistics,
     options: PutOptions,
-    servers: MetServers,
+    servers: FoundServers,
 ) -> DataParallel:
     """Make the synchronizer of an asynchronous worker; each has a window with all servers."""
     context = options.context
@@ -208,7 +208,7 @@ def _asynchronous(
     return made
 
 
-def _remaining_servers(groups: ExchangeGroups) -> MetServers:
+def _remaining_servers(groups: ExchangeGroups) -> FoundServers:
     """Return the servers that are left in this generation, and note which were lost; collective."""
     before = groups.servers
     assert before is not None
@@ -381,7 +381,7 @@ def replicate(
     """
     servers = None
     if config.sync == "server":
-        servers = meet_parameter_servers(run, model, optimizer, config)
+        servers = find_parameter_servers(run, model, optimizer, config)
     groups = ExchangeGroups(run, model, config.sync, servers=servers)
     trained = TrainedParameters.of(model, optimizer)
     if servers is not None:

@@ -28,7 +28,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import CommError, ConfigError
 from paceline.reduce.buckets import ALL, partition
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
-from paceline.server.met_servers import digest_of, refuse_server
+from paceline.server.found_servers import digest_of, refuse_server
 from paceline.server.serve import layout_of, refusal
 from paceline.update.outer.average import Average, average_from_flags, parse_average
 from paceline.wiring.exchange import refuse_idle_servers

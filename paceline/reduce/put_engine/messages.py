@@ -1,4 +1,4 @@
-"""Messages between workers and the servers that own their parameters, over the exchange's window.
+"""Messages between workers and parameter servers, over the exchange's window.
 
     sender     length, first part ─▶ buffer          next part ─▶ buffer
     receiver                        copied, acknowledged        copied, handled, acknowledged
@@ -37,6 +37,7 @@ class Messages:
 
     Attributes:
         rank: this rank.
+        layout: layout of the window.
     """
 
     def __init__(self, window: Window, layout: Layout, timeout: Timeout) -> None:
@@ -97,7 +98,7 @@ class Messages:
         return None
 
     def acknowledge(self, peer: int) -> None:
-        """Acknowledge what has been received of a peer; it has been handled."""
+        """Acknowledge all parts that have been received of a peer; its messages are handled."""
         row = self.layout.message + 1
         self._window.put(peer, 0, None, row, self._received[peer], _URGENT)
 
@@ -117,7 +118,7 @@ class Messages:
                 except CommTimeout:
                     if limit.look():
                         raise
-                except PeerLost as error:  # perhaps only because it lost another before
+                except PeerLost as error:  # that peer may have ended because it lost another one
                     raise self._named(self._window.lost_first(error)) from error
 
     def _named(self, error: PeerLost) -> PeerLost:

@@ -1,4 +1,4 @@
-"""The workers' side of their servers: finds them, invites them, and makes the link for a window."""
+"""Servers as their workers see them: finds and invites them, and links them to a window."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _CONNECT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetServers:
+class FoundServers:
     """Servers that the workers have found.
 
     Attributes:
-        role: what they are.
-        registrations: theirs; none, where all were lost.
+        role: of all of them: parameter servers, or an averaging server.
+        registrations: the servers' registrations; none where all were lost.
         store: of the run's start.
         address: the address of this machine at which the servers and the workers reach it.
         model: digest of the model.
@@ -79,12 +79,13 @@ class MetServers:
         """Return the link to the servers, for a generation's next window for a purpose.
 
         Args:
-            worker: the only one of this window; the first one's invitation is for all of them.
+            worker: rank of the only worker of this window, where workers are asynchronous: then
+                worker 0's link alone invites, for all. None: all workers share the window.
         """
         return ServersLink(self, context, purpose, invites=not worker)
 
-    def remaining(self, context: GenerationContext) -> MetServers:
-        """Return those that a generation can invite; collective.
+    def remaining(self, context: GenerationContext) -> FoundServers:
+        """Return the servers that a generation can invite; collective.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -127,7 +128,7 @@ class MetServers:
         (text, *_) = gather_bytes(context.group("all", "steps"), lost.encode(), what)
         if text and self.role == AVERAGING:
             raise ServerLost(text.decode())
-        if text:  # the generation after this one looks anew which servers are left
+        if text:  # the next generation looks again which servers are left
             raise CommError(text.decode())
 
     def _invite(self, context: GenerationContext, purpose: str, layout: Layout) -> None:
@@ -171,9 +172,10 @@ class ServersLink:
     """Link to servers, which are the last ranks of the next window for a purpose of a generation.
 
     Args:
-        met: the servers.
+        found: the servers.
         context: the generation's.
         purpose: of the window.
+        invites: whether this link invites the servers; otherwise another one has.
 
     Attributes:
         address: the address of this machine at which the servers and the workers reach it.
@@ -181,11 +183,11 @@ class ServersLink:
     """
 
     def __init__(
-        self, met: MetServers, context: GenerationContext, purpose: str, *, invites: bool = True
+        self, found: FoundServers, context: GenerationContext, purpose: str, *, invites: bool = True
     ) -> None:
-        self.address = met.address
-        self.count = len(met.registrations)
-        self._met = met
+        self.address = found.address
+        self.count = len(found.registrations)
+        self._found = found
         self._context = context
         self._purpose = purpose
         self._window = context.next_window(purpose)
@@ -193,21 +195,21 @@ class ServersLink:
         self._published = 0  # addresses of local sockets, and then of each connection
 
     def invite(self, layout: Layout | None) -> None:
-        """Invite the servers to open their windows; as `MetServers.invite`."""
+        """Invite the servers to open their windows; as `FoundServers.invite`."""
         if self._invites:
-            self._met.invite(self._context, self._purpose, layout)
+            self._found.invite(self._context, self._purpose, layout)
 
     def publish(self, addresses: Sequence[str]) -> None:
         """Give the servers the addresses that the workers have gathered."""
         number = self._published
         self._published += 1
-        for registration in self._met.registrations:
-            give_addresses(self._met.store, registration, self._window, number, addresses)
+        for registration in self._found.registrations:
+            give_addresses(self._found.store, registration, self._window, number, addresses)
 
 
-def meet_averaging_server(
+def find_averaging_server(
     run: Run, model: nn.Module, config: SyncConfig, average: Average
-) -> MetServers:
+) -> FoundServers:
     """Find the run's averaging server; collective.
 
     Raises:
@@ -215,12 +217,12 @@ def meet_averaging_server(
         CommError: none came in time.
     """
     refuse_server(config, average)
-    return _meet(run, model, config, WantedServers(role=AVERAGING, count=1))
+    return _find(run, model, config, WantedServers(role=AVERAGING, count=1))
 
 
-def meet_parameter_servers(
+def find_parameter_servers(
     run: Run, model: nn.Module, optimizer: Optimizer, config: SyncConfig
-) -> MetServers:
+) -> FoundServers:
     """Find the run's parameter servers; collective.
 
     Raises:
@@ -228,12 +230,12 @@ def meet_parameter_servers(
         CommError: one didn't come in time.
     """
     wanted = WantedServers(role=PARAMETERS, count=config.num_servers)
-    return _meet(run, model, config, wanted, type(optimizer).__name__)
+    return _find(run, model, config, wanted, type(optimizer).__name__)
 
 
-def _meet(
+def _find(
     run: Run, model: nn.Module, config: SyncConfig, wanted: WantedServers, optimizer: str = ""
-) -> MetServers:
+) -> FoundServers:
     context = run.context
     group = context.world
     own = ProcessIdentity.of_this_process()
@@ -247,7 +249,7 @@ def _meet(
     what = f"the wait for the {wanted.role}"
     data = gather_bytes(context.group("all", "steps"), json.dumps(texts).encode(), what)[0]
     registrations = tuple(Registration.from_text(text) for text in json.loads(data))
-    return MetServers(
+    return FoundServers(
         role=wanted.role,
         registrations=registrations,
         store=store,
