@@ -177,7 +177,8 @@ def _serving(
 ) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
     """Start `paceline serve` on each of these machines; end it afterwards."""
     meet = ("--run_id", RUN_ID, "--master", f"{master}:{MASTER_PORT}")
-    command = (sys.executable, "-m", "paceline.cli.main", "serve", *meet)
+    limits = ("--first_iter_timeout", "300")
+    command = (sys.executable, "-m", "paceline.cli.main", "serve", *meet, *limits)
     servers = [
         subprocess.Popen(
             [*machine.enter, *command],
