@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,7 +155,17 @@ def _limited(end: socket.socket) -> socket.socket:
     return end
 
 
-def server(setting: Setting, row: str, staleness: int = 0) -> Variant:
+def staleness_of(row: str) -> int:
+    """Return the staleness of a row of Paceline's servers: 2 of `server-2`."""
+    return int(method_of(row).partition("-")[2] or 0)
+
+
+def steps_of(row: str) -> int:
+    """Return the training steps of a step of a row: what is timed begins with as many under way."""
+    return 1 + staleness_of(row)
+
+
+def server(setting: Setting, row: str) -> Variant:
     """Train by Paceline's servers, as a script does."""
     if setting.server is not None:
         return Variant(step=nothing, finish=nothing, result=list)
@@ -173,7 +182,7 @@ def server(setting: Setting, row: str, staleness: int = 0) -> Variant:
     world = paceline.join(snapshots=False, replica_check=False, first_iter_timeout=300, timeout=300)
     model = model_of(setting)
     optimizer = optimizer_of(model)
-    sync = paceline.Server(servers=setting.servers, staleness=staleness)
+    sync = paceline.Server(servers=setting.servers, staleness=staleness_of(row))
     paceline.parallelize(model, optimizer, world, sync=sync, bucket_mb=size_of(row)[0])
     x = torch.zeros((), requires_grad=True)
 
@@ -183,7 +192,11 @@ def server(setting: Setting, row: str, staleness: int = 0) -> Variant:
             model(x).backward()
             optimizer.step()
 
-    return Variant(step=step, finish=world.settle, result=lambda: [*model.parameters()])
+    def steps() -> None:
+        for _ in range(steps_of(row)):
+            step()
+
+    return Variant(step=steps, finish=world.settle, result=lambda: [*model.parameters()])
 
 
 def remote(setting: Setting, row: str) -> Variant:
@@ -242,7 +255,7 @@ def ddp(setting: Setting, row: str) -> Variant:
 MAKERS: dict[str, Callable[[Setting, str], Variant]] = {
     "line": line,
     "server": server,
-    "server-2": partial(server, staleness=2),
+    "server-2": server,
     "rpc": remote,
     "ddp": ddp,
 }

@@ -35,7 +35,7 @@ import psutil
 from links import LinkError, Machine, switch
 from ranks import Ranks, start
 from rounds import Interval, interleaved, paired_ratio
-from server_ranks import LAYER_BYTES, MAKERS, MASTER_PORT, RUN_ID
+from server_ranks import LAYER_BYTES, MAKERS, MASTER_PORT, RUN_ID, steps_of
 from table import method_of, one_of, print_table
 
 LINE = "line"
@@ -120,7 +120,10 @@ def measure(world: World, rate: str, options: argparse.Namespace) -> list[dict[s
         for rows in starts(options.rows):
             with _started(world, machines, rows, layers) as (ranks, _):
                 turns = {row: partial(ranks.turn, row, options.steps, over=max) for row in rows}
-                milliseconds = interleaved(turns, options.rounds)
+                turned = interleaved(turns, options.rounds)
+            milliseconds = {
+                row: [value / steps_of(row) for value in values] for row, values in turned.items()
+            }
             found += _results(milliseconds, world, rate, layers)
     _print_world(found, options)
     return found

@@ -105,8 +105,8 @@ class World:
         Of asynchronous workers: gradients of buckets, by the updates they were behind, up to the
         last time all ranks met, such as an epoch's end.
 
-        Those of this rank, since the start or the last loss of a member; {} without parameter
-        servers whose `staleness` is above 0.
+        Those of this rank, since the start, or the last loss of a member or change of what is
+        trained; {} without parameter servers whose `staleness` is above 0.
         """
         replica = self._loop.replica
         return {} if replica is None else dict(sorted(replica.stale_reads.items()))

@@ -240,62 +240,16 @@ class ProcessGroupCommunicator:
             raise _translate(error, self.rank, "starting a collective", limit) from error
         self._works.append(work)
         if not self._loops:
-            return _StreamTicket(work, self.rank, limit)
-        return _WorkTicket(self, work)
+            return _Ticket(work, self.rank, limit)
+        return _WatchingTicket(self, work)
 
 
-class _WorkTicket:
-    """Handle of an asynchronous collective of a process group.
+class _Ticket:
+    """Handle of a collective whose wait is the work's own, as on GPUs.
 
-    Gloo doesn't always end a collective whose peer has closed its connection: a send that the peer
-    hadn't asked for waits on. So a wait looks at the connections now and then.
-    """
-
-    def __init__(self, communicator: ProcessGroupCommunicator, work: dist.Work) -> None:
-        self._communicator = communicator
-        self._rank = communicator.rank
-        self._work = work
-        self._limit = timedelta(seconds=communicator.timeout.seconds)
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, operation: str) -> None:
-        lost_at = math.inf
-        seconds = self._limit.total_seconds()  # of when it began, perhaps in the first step
-        with self._communicator.timeout.limit(operation, seconds) as limit:
-            while True:
-                try:
-                    self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
-                except RuntimeError as error:
-                    # A slice of the wait timed out just as the collective ended: that is no error.
-                    if self._work.is_completed():
-                        return self._end(operation)
-                    if limit.look():
-                        raise _translate(error, self._rank, operation, self._limit) from error
-                else:
-                    return
-                now = time.monotonic()
-                if not self._communicator.is_connected():
-                    lost_at = min(lost_at, now)
-                if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
-                    cause = "a peer closed the connection"
-                    raise PeerLost(rank=self._rank, operation=operation, cause=cause)
-
-    def _end(self, operation: str) -> None:
-        """End the wait for what is completed, perhaps right after a look at it timed out."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _translate(error, self._rank, operation, self._limit) from error
-
-
-class _StreamTicket:
-    """Handle of a collective on GPUs: its wait is the present stream's, and the host continues.
-
-    A wait with a limit would be the host's. A peer that is lost or hangs is found by the waits for
-    step summaries, which are not on GPUs, by the membership, which interrupts the group, or by
-    NCCL's own watchdog.
+    There it is the present stream's, and the host continues; a wait with a limit would be the
+    host's. A peer that is lost or hangs is found by the waits for step summaries, which are not on
+    GPUs, by the membership, which interrupts the group, or by NCCL's own watchdog.
     """
 
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
@@ -311,6 +265,41 @@ class _StreamTicket:
             self._work.wait()
         except RuntimeError as error:
             raise _translate(error, self._rank, operation, self._limit) from error
+
+
+class _WatchingTicket(_Ticket):
+    """Handle of an asynchronous collective of a process group.
+
+    Gloo doesn't always end a collective whose peer has closed its connection: a send that the peer
+    hadn't asked for waits on. So a wait looks at the connections now and then.
+    """
+
+    def __init__(self, communicator: ProcessGroupCommunicator, work: dist.Work) -> None:
+        limit = timedelta(seconds=communicator.timeout.seconds)
+        super().__init__(work, communicator.rank, limit)
+        self._communicator = communicator
+
+    def wait(self, operation: str) -> None:
+        lost_at = math.inf
+        seconds = self._limit.total_seconds()  # of when it began, perhaps in the first step
+        with self._communicator.timeout.limit(operation, seconds) as limit:
+            while True:
+                try:
+                    self._work.wait(timedelta(seconds=max(limit.slice(_LOOK_S), _POLL_S)))
+                except RuntimeError as error:
+                    # A slice of the wait timed out just as the collective ended: that is no error.
+                    if self._work.is_completed():
+                        return super().wait(operation)  # perhaps of an error
+                    if limit.look():
+                        raise _translate(error, self._rank, operation, self._limit) from error
+                else:
+                    return
+                now = time.monotonic()
+                if not self._communicator.is_connected():
+                    lost_at = min(lost_at, now)
+                if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
+                    cause = "a peer closed the connection"
+                    raise PeerLost(rank=self._rank, operation=operation, cause=cause)
 
 
 def _gloo(

@@ -570,6 +570,8 @@ class Replica:
                 same = False
         if same and plan is None:
             return
+        if not self.equal_between_steps:
+            self.meet()
         self._hooks = self._binder.bind_anew(plan, same=same)
         self._binding.exchanging = old.exchanging
         self._binding.kept = old.kept

@@ -209,8 +209,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 paceline.parallelize(model, optimizer, world, sync=sys.argv[1])
 data = torch.utils.data.TensorDataset(samples, labels)
 loader = paceline.loader(data, batch_size=12, world=world, seed=1)
+steps = 0
 for epoch in range(3):
     for x, y in loader:
+        steps += 1
+        model[0].bias.requires_grad_(steps > 6)  # in the middle of an epoch
         with world.step():
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()

@@ -29,3 +29,11 @@ def test_a_world_without_two_workers_and_a_server_is_refused(text: str) -> None:
 def test_a_server_s_rate_is_that_of_its_part_of_all_workers_bytes() -> None:
     layers = 1_000_000_000 // 8 // servers.LAYER_BYTES  # about a gigabit a worker
     assert servers._gbit(1000, servers.World(4, 2), layers) == pytest.approx(2, rel=0.01)
+
+
+def test_a_timed_step_of_bounded_staleness_leaves_as_many_under_way_as_it_began_with() -> None:
+    ranks = load("server_ranks")
+    assert {row: ranks.steps_of(row) for row in ("line", "ddp", "server:4", "server-2")} == {
+        **{"line": 1, "ddp": 1, "server:4": 1},
+        "server-2": 3,
+    }

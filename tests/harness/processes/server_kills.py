@@ -3,8 +3,9 @@
     python -m tests.harness.processes.server_kills [--kinds worker server …] [--modes 0 2]
         [--runs 8] [--seed 0]
 
-Killed is a worker, one of two servers, the only server, the launcher, or the meeting place (Redis),
-in half of the runs together with a worker soon after. Each run must end, with a ledger that proves
+Killed is a worker, one of two servers, the only server, the launcher, the meeting place (Redis), in
+half of the runs together with a worker soon after, or a server and a worker up to a second later,
+when the others may be about to continue. Each run must end, with a ledger that proves
 that each sample was trained once, and leave no process. At staleness 0 its weights are those of one
 process to 1e-10, and have the bits of a run that resumes an undisturbed one's checkpoint at the
 same step with the workers and servers that were left: other cuts of the parameters round otherwise.
@@ -39,9 +40,10 @@ from tests.harness.processes.fault_runs import (
     requires_exact,
 )
 
-KINDS = ("worker", "server", "only-server", "launcher", "meeting-place")
+KINDS = ("worker", "server", "only-server", "launcher", "meeting-place", "server-and-worker")
 WORKERS = 3
 LONGEST_DELAY_S = 0.05  # about a step
+RECOVERY_S = 1.0
 BUCKETS = ("--bucket_mb", "0.01")
 
 
@@ -69,12 +71,13 @@ class Kill:
     def draw(cls, kind: str, mode: str, seed: int) -> Kill:
         """Draw a moment and a victim."""
         draw = random.Random(f"{kind} {mode} {seed}")
-        both = kind == "meeting-place" and draw.random() < 0.5
+        both = kind == "server-and-worker" or (kind == "meeting-place" and draw.random() < 0.5)
+        later = RECOVERY_S if kind == "server-and-worker" else LONGEST_DELAY_S
         return cls(
             kind=kind,
             mode=mode,
             step=draw.randrange(LAST_KILL),
-            delays=(draw.uniform(0, LONGEST_DELAY_S), draw.uniform(0, LONGEST_DELAY_S)),
+            delays=(draw.uniform(0, LONGEST_DELAY_S), draw.uniform(0, later)),
             victim=draw.randrange(WORKERS if kind == "worker" else 2),
             also=draw.randrange(WORKERS) if both else None,
         )
@@ -87,9 +90,9 @@ class Kill:
     @property
     def left(self) -> int:
         """The number of servers that are left, or can still be found."""
-        if self.also is not None:
+        if self.kind == "meeting-place" and self.also is not None:
             return 0
-        return self.servers - (self.kind in ("server", "only-server"))
+        return self.servers - (self.kind in ("server", "only-server", "server-and-worker"))
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,7 @@ def _killer(run: FaultRun, kill: Kill, meeting_place: ExitStack) -> Callable[[],
     kills: Mapping[str, Callable[[], None]] = {
         "worker": lambda: run.kill(kill.victim),
         "server": lambda: run.servers()[kill.victim].kill(),
+        "server-and-worker": lambda: run.servers()[kill.victim].kill(),
         "only-server": lambda: run.servers()[0].kill(),
         "launcher": run.kill_supervisor,
         "meeting-place": meeting_place.close,
@@ -264,7 +268,7 @@ def _row(
     farthest = max((one.distance for one in held), default=0.0)
     longest = max((one.seconds for one in held), default=0.0)
     print(
-        f"{kind:14} staleness {mode:6} {len(held)} exact, {failed} failed; steps trained again: "
+        f"{kind:17} staleness {mode:6} {len(held)} exact, {failed} failed; steps trained again: "
         f"{again}; from one process: {farthest:.1e}; longest {longest:.0f} s",
         flush=True,
     )

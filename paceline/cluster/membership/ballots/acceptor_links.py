@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.cluster.membership.ballots.voter import Voter
 from paceline.cluster.membership.control_line.frame_kinds import PROMISED, VOTE, supervisor_name
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.generation import Generation
@@ -31,6 +30,16 @@ from paceline.cluster.membership.voting.messages import (
 from paceline.cluster.membership.voting.successor import acceptors_of
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.membership.witness_thread import WitnessThread
+
+
+class Voter(Protocol):
+    """Protocol of a member that votes; all calls are made on the control line's thread."""
+
+    def answered(self, answer: Answer) -> None:
+        """Take an acceptor's answer to a request of this member."""
+
+    def decided(self, value: Generation) -> None:
+        """Take the outcome that a ballot of this member has decided."""
 
 
 class AcceptorLinks:

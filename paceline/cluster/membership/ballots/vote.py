@@ -11,8 +11,7 @@ import secrets
 import time
 
 from paceline.cluster.jitter import jitter
-from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks
-from paceline.cluster.membership.ballots.voter import Voter
+from paceline.cluster.membership.ballots.acceptor_links import AcceptorLinks, Voter
 from paceline.cluster.membership.control_line.line_thread import Timer
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.member_watch import MemberWatch
