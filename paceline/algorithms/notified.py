@@ -86,7 +86,7 @@ def open_puts(
     options: PutOptions,
     *,
     returns_parameters: bool,
-    rooms: int = 1,
+    slots: int = 1,
 ) -> OpenedExchange:
     """Open a window, and an exchange of gradients and running statistics over it; collective.
 
@@ -95,7 +95,7 @@ def open_puts(
         statistics: the model's running statistics.
         options: of the exchange.
         returns_parameters: buckets may return updated parameters in place of sums.
-        rooms: as of `BucketSpec`.
+        slots: as of `BucketSpec`.
     """
     dense = dense_of(buckets)
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in dense]
@@ -108,5 +108,5 @@ def open_puts(
         specs.append(bucket_spec([statistics.flat], replace(options, codec=None)))
         templates.append([statistics.flat])
         names.append(("the running statistics",))
-    specs = [replace(spec, rooms=rooms) for spec in specs]
+    specs = [replace(spec, slots=slots) for spec in specs]
     return open_exchange(templates, names, specs, options, count=len(dense))

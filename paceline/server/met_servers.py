@@ -163,7 +163,7 @@ def _invited(spec: BucketSpec) -> InvitedBucket:
         encoded=spec.codec is not None,
         suppresses_zeros=spec.suppresses_zeros,
         returns_parameters=spec.returns_parameters,
-        rooms=spec.rooms,
+        slots=spec.slots,
     )
 
 

@@ -283,7 +283,7 @@ def layout_of(invitation: Invitation, worker: int | None = None) -> Layout:
             codec=codec if bucket.encoded else None,
             suppresses_zeros=bucket.suppresses_zeros,
             returns_parameters=bucket.returns_parameters,
-            rooms=bucket.rooms,
+            slots=bucket.slots,
         )
         for bucket in invitation.buckets
     ]

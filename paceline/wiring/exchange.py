@@ -190,8 +190,8 @@ def _asynchronous(
     world = context.world
     communicator = context.group("all", "steps")
 
-    def meet(tensor: Tensor) -> Tensor:
-        return total(communicator, tensor, "a meeting of asynchronous workers") / world.size
+    def mean(tensor: Tensor) -> Tensor:
+        return total(communicator, tensor, "a barrier of asynchronous workers") / world.size
 
     made: DataParallel | None = None
     for worker in range(world.size):
@@ -203,7 +203,7 @@ def _asynchronous(
             continue
         topology = Topology(groups=((worker,),)).served_by(*servers.names, first=world.size)
         own = replace(options, window=window, servers=link, topology=topology)
-        made = make_served(buckets, optimizer, statistics, own, staleness=None, meet=meet)
+        made = make_served(buckets, optimizer, statistics, own, staleness=None, mean=mean)
     assert made is not None
     return made
 

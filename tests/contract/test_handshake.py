@@ -150,7 +150,7 @@ class ServerWorld:
             encoded=False,
             suppresses_zeros=False,
             returns_parameters=False,
-            rooms=1,
+            slots=1,
         )
         invitation = Invitation(
             role=AVERAGING,

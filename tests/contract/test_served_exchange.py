@@ -40,7 +40,7 @@ def alone(machines: Sequence[int], size: int, notifications: int) -> Make:
 
 
 def layout_of(machines: Sequence[int], staleness: int) -> Layout:
-    specs = [BucketSpec(lengths=n, dtype=torch.float64, rooms=staleness + 1) for n in LENGTHS]
+    specs = [BucketSpec(lengths=n, dtype=torch.float64, slots=staleness + 1) for n in LENGTHS]
     return lay_out(specs, Topology.of(machines).served_by("server 0", "server 1"))
 
 

@@ -7,9 +7,10 @@
 A worker waits for the servers alone, and for no other worker. Its gradients are as many updates old
 as other workers have made since its last pull. Running statistics are its own.
 
-Where all workers meet, each has the servers' present parameters, and the mean of the statistics:
+Two barriers of the workers make them equal: each then has the servers' present parameters, and the
+mean of the running statistics, which the first barrier computes:
 
-    settle ── meet: all have pushed ── pull ── … ── meet: all have pulled ── next push
+    settle ── barrier: all have pushed ── pull ── … ── barrier: all have pulled ── next push
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from paceline.reduce.rank_state import RankState
 from paceline.timeline.timeline import Timeline
 from paceline.update.batch_norm import RunningStatistics
 
-Meet = Callable[[Tensor], Tensor]
-"""Returns the mean of the workers' tensors, (values,) of float64; collective."""
+WorkersMean = Callable[[Tensor], Tensor]
+"""Returns the mean of the workers' tensors, (values,) of float64; collective, so also a barrier."""
 
 
 class Asynchronous(WithoutSums):
@@ -44,7 +45,7 @@ class Asynchronous(WithoutSums):
         startup: ends after the first step.
         state: as of `DataParallel`.
         timeline: likewise.
-        meet: of the workers; None: the caller lets them meet.
+        mean: of the workers; None: the caller makes the barriers.
     """
 
     def __init__(
@@ -56,27 +57,27 @@ class Asynchronous(WithoutSums):
         startup: Startup,
         state: RankState | None,
         timeline: Timeline,
-        meet: Meet | None = None,
+        mean: WorkersMean | None = None,
     ) -> None:
-        apart = RunningStatistics(nn.Module())  # none are exchanged in a step
-        super().__init__(buckets, exchange, rule, apart, startup, state, timeline)
+        none = RunningStatistics(nn.Module())  # a step exchanges no statistics
+        super().__init__(buckets, exchange, rule, none, startup, state, timeline)
         self._served = rule
         self._own_statistics = statistics
-        self._meet = meet
-        self._meeting = False  # others may still pull what was there when all met
+        self._mean = mean
+        self._pulled = False  # others may still pull, so that no push may follow yet
 
     def begin(self, step: StepInfo) -> None:
         """Start a step: its gradients are the mean over this worker's samples."""
-        if self._meeting and self._meet is not None:
-            self._meeting = False
-            self._meet(torch.zeros(1, dtype=torch.float64))
+        if self._pulled and self._mean is not None:
+            self._pulled = False
+            self._mean(torch.zeros(1, dtype=torch.float64))
         super().begin(step._replace(weight=1.0 if step.weight else 0.0))
 
     def settle(self, weights: Weights = Weights.OWN) -> None:
         """Install what the last push returns.
 
         Args:
-            weights: `MERGED` are the servers' present parameters, pulled once all have settled.
+            weights: `MERGED`: pull the servers' present parameters, once all workers have settled.
         """
         super().settle(weights)
         if weights is Weights.MERGED and self._ended:
@@ -86,13 +87,13 @@ class Asynchronous(WithoutSums):
             self.reads.update(self._served.take_staleness())
 
     def _await_all(self) -> None:
-        """Return once all workers have settled; running statistics are their mean then."""
-        if self._meet is None:
+        """Return once all workers have settled; replace the running statistics by their mean."""
+        if self._mean is None:
             return
         statistics = self._own_statistics
         statistics.pack()
         flat = statistics.flat
-        mean = self._meet(torch.zeros(1, dtype=torch.float64) if flat is None else flat.double())
+        mean = self._mean(torch.zeros(1, dtype=torch.float64) if flat is None else flat.double())
         if flat is not None:
             statistics.replace(mean.to(flat.dtype))
-        self._meeting = True
+        self._pulled = True

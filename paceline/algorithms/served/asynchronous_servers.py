@@ -20,13 +20,13 @@ _LOOK_S = 0.5
 
 
 class AsynchronousServers:
-    """Parameter servers of all asynchronous workers, as one."""
+    """Parameter servers of asynchronous workers in one process: a `ParameterServer` for each."""
 
     def __init__(self) -> None:
         self._servers: list[ParameterServer] = []
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._done = 0  # servers whose worker has announced its end
+        self._done = 0  # servers whose `serve` has returned or raised
         self._errors: list[BaseException] = []
         self._ending = False
 
@@ -39,7 +39,7 @@ class AsynchronousServers:
 
     @property
     def versions(self) -> list[int]:
-        """For each bucket, the number of versions that have returned to each worker."""
+        """For each bucket, the number of versions that have returned to every worker."""
         return [min(counts) for counts in zip(*(s.versions for s in self._servers), strict=True)]
 
     @property
@@ -48,7 +48,7 @@ class AsynchronousServers:
         return self._servers[0].nbytes
 
     def serve(self, check: Callable[[], None]) -> None:
-        """Return once all workers have announced their end; as `ParameterServer.serve`."""
+        """Return once all workers have announced their end; raises as `ParameterServer.serve`."""
         with self._changed:
             while self._done < len(self._servers) and not self._errors:
                 self._changed.wait(_LOOK_S)
@@ -57,7 +57,7 @@ class AsynchronousServers:
                 raise self._errors[0]
 
     def release(self) -> None:
-        """Let the workers end, which wait for it."""
+        """Let all workers end, which wait for it."""
         threads = [threading.Thread(target=server.release) for server in self._servers]
         for thread in threads:
             thread.start()

@@ -7,7 +7,7 @@ step t a worker waits for version t - K alone, and installs a newer one where it
     installed at   0  0  1  2  3          and version 3 is here already
 
 So no worker leads the slowest one by more than K steps (stale synchronous parallel, SSP; Ho et al.,
-2013), without any collective. The exchange has K + 1 rooms for each bucket.
+2013), without any collective. The exchange has K + 1 slots for each bucket.
 
 Running statistics are each worker's own until it settles: then it has the mean of the last step.
 """
@@ -36,7 +36,7 @@ class BoundedStaleness(WithoutSums):
 
     Args:
         buckets: the buckets of parameters, which servers update.
-        exchange: exchanges the buckets, with `staleness` + 1 rooms.
+        exchange: exchanges the buckets, with `staleness` + 1 slots.
         rule: lets the servers update, and installs.
         statistics: the model's running statistics.
         startup: ends after the first step.
@@ -91,7 +91,7 @@ class BoundedStaleness(WithoutSums):
         self._timeline.count(BEHIND, behind)
 
     def end(self, *, update: bool) -> None:
-        """Send what backward didn't reach; let the servers update, or leave the step without."""
+        """Send what backward didn't reach; let the servers update, or end without an update."""
         self.complete()
         if update:
             self._updates.add(self._last[0])
@@ -101,7 +101,7 @@ class BoundedStaleness(WithoutSums):
             self._ended = True
 
     def settle(self, weights: Weights = Weights.OWN) -> None:
-        """Install all of this worker's steps, for which all workers' are awaited."""
+        """Wait for the version of this worker's last step, and install it."""
         if not self._ended:
             return
         for bucket in self.buckets:
@@ -116,7 +116,7 @@ class BoundedStaleness(WithoutSums):
         super().close(drain=drain)
 
     def _install_until(self, bucket: Bucket, oldest: int) -> None:
-        """Wait for the versions up to one, and for those that have arrived; install the last."""
+        """Wait for the versions up to `oldest`, take those that have arrived; install the last."""
         index = bucket.index
         under_way = self._under_way[index]
         values: list[Tensor | None] | None = None
@@ -131,7 +131,7 @@ class BoundedStaleness(WithoutSums):
         self._updates = {v for v in self._updates if v > min(self.installed)}
 
     def _take_statistics(self, unread: int) -> list[Tensor]:
-        """Wait for the means of the running statistics, but for the last ones."""
+        """Wait for the means of the running statistics, but for the last `unread` versions."""
         index = len(self.buckets)
         means = []
         while len(self._under_way) > index and len(self._under_way[index]) > unread:
@@ -142,12 +142,12 @@ class BoundedStaleness(WithoutSums):
         return means
 
     def _next(self, index: int) -> int:
-        """Let a bucket's first version under way be waited for next; return it."""
+        """Return a bucket's oldest version under way, for which `_wait` waits next."""
         self._awaited[index] = version = self._under_way[index].popleft()
         return version
 
     def _wait_for_last_step(self) -> None:
-        """Install what the next step needs; make room for what it sends."""
+        """Install what the next step needs; free the slot of what it sends."""
         for bucket in self.buckets:
             self.before_read(bucket)
         self._take_statistics(self._staleness)

@@ -26,7 +26,7 @@ from paceline.algorithms.served.records import (
     Kind,
     StepRecord,
     content_of,
-    place,
+    parameter_key,
     ranges_within,
     served_buckets,
     shard_bounds,
@@ -49,7 +49,7 @@ class _StateCopy:
     """Copy of the optimizer's state of this server's shards, between two updates.
 
     Attributes:
-        parts: the state, by the worker that fetches it.
+        parts: each worker's part of the state, by the worker.
         fetches: how often each worker has fetched its part.
     """
 
@@ -69,8 +69,8 @@ class ParameterServer:
             (Zhang et al., "Staleness-aware async-SGD", IJCAI 2016).
 
     Attributes:
-        staleness: how often an asynchronous worker's gradients of a bucket were so many updates
-            old, by this number; since the worker has asked for it.
+        staleness: histogram of an asynchronous worker's gradients of buckets: how often they were
+            so many updates old, by this number; since the worker last asked for it.
     """
 
     def __init__(
@@ -94,12 +94,11 @@ class ParameterServer:
         with self._shards.lock:
             self._add_shards()
         self.staleness: Counter[int] = Counter()
-        self._returned: Counter[int] = Counter()  # by bucket, the updates in what the workers have
-        self._restored = 0  # how often they have restored the state
+        self._returned: Counter[int] = Counter()  # by bucket: updates before the last return
+        self._restored = 0  # how often the workers have restored the state
         self._optimizer: Optimizer | None = None
         self._version = 0  # of the last record
         self._values: dict[int, Tensor] = {}  # new parameters of the next version, by bucket
-        self._updates = 0  # that records have let begin
         self._copies: dict[int, _StateCopy] = {}  # by the number of updates
         self._given: dict[int, Ranges] = {}  # by worker, its part of the next update's state
 
@@ -108,7 +107,7 @@ class ParameterServer:
             index = bucket.index
             if index not in self._shards.fragments:
                 lengths = bucket.spec.lengths
-                names = [place(index, number) for number in range(len(lengths))]
+                names = [parameter_key(index, number) for number in range(len(lengths))]
                 memory = self._server.sums(index, 0)
                 self._shards.add(index, names, lengths, self._server.shard(index), memory)
 
@@ -163,7 +162,7 @@ class ParameterServer:
             self._restore(worker, *content_of(message))
         elif kind == Kind.FETCH:
             self._send_state(worker, content_of(message))
-        elif kind == Kind.STALENESS:  # the worker has all that its gradients have updated
+        elif kind == Kind.STALENESS:  # the owner's thread is idle: the worker has all updates
             counts = to_message(Kind.STALENESS, dict(self.staleness))
             self.staleness.clear()
             self._messages.send(worker, counts, "the staleness of gradients")
@@ -171,10 +170,10 @@ class ParameterServer:
             raise CommError(f"Worker {worker} sent a message of the unknown kind {kind}.")
 
     def _restore(self, worker: int, updates: int, state: Ranges) -> None:
-        """Take a worker's part of the state, which the next update begins with.
+        """Take a worker's part of the optimizer's state, with which the next update begins.
 
-        The other workers may have given theirs, or are still to give it. Of what workers give that
-        share the shards, which is all of the state, the first one counts.
+        The other workers may have given theirs, or are still to give it. Each asynchronous worker
+        gives the whole state: the shards take the first one's.
         """
         with self._shards.lock:
             if not self._shares:
@@ -188,7 +187,7 @@ class ParameterServer:
                 self._shards.restored = self._restored
 
     def _take_record(self, record: StepRecord) -> None:
-        """Let a version return."""
+        """Let a version return, as its record says."""
         if record.version != self._version + 1:
             raise CommError(
                 f"The workers' record of version {record.version} came after that of version "
@@ -196,10 +195,8 @@ class ParameterServer:
             )
         self._version = record.version
         step = record.hyperparameters
-        if step is not None:
-            self._updates += 1
-            if self._optimizer is None:
-                self._optimize(record)
+        if step is not None and self._optimizer is None:
+            self._optimize(record)
         for bucket in self._buckets:
             new = self._values.pop(bucket.index, None)
             arguments = bucket.index, record.version, new
@@ -231,7 +228,7 @@ class ParameterServer:
             self._returned[index] = self._shards.updates[index]
 
     def _scaled(self, index: int, step: StepHyperparameters) -> StepHyperparameters:
-        """Return a step's hyperparameters for gradients as old as a bucket's; count their age."""
+        """Count a bucket's staleness; return the step's hyperparameters, scaled by it if asked."""
         if not self._shares:
             return step
         staleness = self._shards.updates[index] - self._returned[index]
@@ -242,7 +239,7 @@ class ParameterServer:
         return replace(step, groups=groups)
 
     def _take_values(self, index: int, new: Tensor | None) -> None:
-        """Take new parameters; of workers that share them, which begin with the same, the first."""
+        """Take new parameters; asynchronous workers begin equal: until the first update alone."""
         if new is not None and not (self._shares and self._shards.updates[index]):
             self._shards.take_values(index, new)
 

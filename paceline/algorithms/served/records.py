@@ -1,13 +1,13 @@
-"""What workers and parameter servers write to each other, besides gradients and parameters.
+"""Messages between workers and parameter servers, besides gradients and updated parameters.
 
-    VALUES   parameters that a script has written, or the first ones         worker 0 ─▶ server
-    RECORD   of a version: what it returns, by which hyperparameters          worker 0 ─▶ server
-    FETCH    a request for a part of the optimizer's state                    worker   ─▶ server
-    STATE    parts of the optimizer's state                                   worker  ◀─▶ server
+    VALUES     parameters that a script has written, or the first ones       worker 0 ─▶ server
+    RECORD     of a version: what it returns, by which hyperparameters        worker 0 ─▶ server
+    FETCH      a request for a part of the optimizer's state                  worker   ─▶ server
+    STATE      a part of the optimizer's state                                worker  ◀─▶ server
     STALENESS  how old an asynchronous worker's gradients were                worker  ◀─▶ server
 
 A record is JSON. It names the optimizer's class, one of torch's `ELEMENTWISE`, so that a server
-runs no code that a worker sends. Parts of parameters are named by their places: "bucket/parameter".
+runs no code that a worker sends. Parameters are named by their keys: "bucket/index".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.update.owned_shards import parameter_ranges
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters
 
 Bounds = Mapping[str, tuple[int, int]]
-"""Ranges of parameters' values, (start, stop), by the parameters' places."""
+"""Ranges of parameters' values, (start, stop), by `parameter_key`."""
 
 _CLASSES = {kind.__name__: kind for kind in ELEMENTWISE}
 
@@ -55,7 +55,7 @@ class StepRecord:
         optimizer: the name of the optimizer's class.
         param_groups: for each bucket, the index of its group in the optimizer.
         hyperparameters: of the update by the version's sums; None: there is none.
-        pulls: the parameters return without an update; otherwise the sums do.
+        pulls: without an update the present parameters return; otherwise the sums do.
     """
 
     version: int
@@ -76,7 +76,7 @@ class StepRecord:
         return _CLASSES[self.optimizer]
 
     def to_message(self) -> bytes:
-        """Write the record."""
+        """Return the record as a message."""
         step = self.hyperparameters
         fields = {
             "version": self.version,
@@ -90,7 +90,7 @@ class StepRecord:
 
     @classmethod
     def from_message(cls, message: bytes) -> StepRecord:
-        """Read a record."""
+        """Return the record that a message contains."""
         fields = json.loads(message[1:])
         step = None
         if fields["groups"] is not None:
@@ -109,7 +109,7 @@ class StepRecord:
 
 
 def _plain_values(group: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """Return a group's hyperparameters alone: a script may add what a server has no use for."""
+    """Return the hyperparameters that the class knows: a script may add other entries."""
     return {name: _plain(value) for name, value in group.items() if name in _options(optimizer)}
 
 
@@ -127,42 +127,42 @@ def _plain(value: Any) -> Any:
 
 
 def to_message(kind: Kind, content: Any) -> bytes:
-    """Write tensors and plain values."""
+    """Return tensors and plain values as a message."""
     data = io.BytesIO()
     torch.save(content, data)
     return bytes([kind]) + data.getvalue()
 
 
 def content_of(message: bytes) -> Any:
-    """Read what `to_message` wrote."""
+    """Return what `to_message` was given."""
     return torch.load(io.BytesIO(message[1:]), map_location="cpu", weights_only=True)
 
 
-def place(bucket: int, index: int) -> str:
-    """Name a parameter by its place."""
+def parameter_key(bucket: int, index: int) -> str:
+    """Return the name of a parameter in messages: its bucket, and its index there."""
     return f"{bucket}/{index}"
 
 
 def served_buckets(layout: Layout) -> list[BucketLayout]:
-    """Return the buckets of parameters that servers own; running statistics have another one."""
+    """Return the buckets of parameters; running statistics have a bucket of their own."""
     return [bucket for bucket in layout.buckets if bucket.spec.returns_parameters]
 
 
 def shard_bounds(layout: Layout, server: int) -> Bounds:
-    """Return what a server owns, by its rank."""
+    """Return the ranges of parameters that a server owns, given its rank."""
     group = layout.topology.group_of(server)
     return _bounds({bucket: bucket.shard(0, group) for bucket in served_buckets(layout)})
 
 
 def worker_bounds(layout: Layout, worker: int) -> Bounds:
-    """Return the values whose optimizer state a worker gets for snapshots, by its rank."""
+    """Return the ranges whose optimizer state a worker gets for snapshots, given its rank."""
     number = layout.topology.contributors.index(worker)
     return _bounds({bucket: bucket.worker_part(number) for bucket in served_buckets(layout)})
 
 
 def _bounds(parts: Mapping[BucketLayout, slice]) -> Bounds:
     return {
-        place(bucket.index, one.index): (one.start, one.stop)
+        parameter_key(bucket.index, one.index): (one.start, one.stop)
         for bucket, part in parts.items()
         for one in parameter_ranges(bucket.spec.lengths, part)
     }

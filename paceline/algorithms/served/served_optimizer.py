@@ -1,8 +1,8 @@
 """A worker's optimizer where servers update: they have its state, and get its hyperparameters.
 
 Each worker gives the servers a part of the state when parameters are bound or a state is loaded,
-and fetches that part for snapshots and checkpoints. Parameters and hyperparameters count as worker
-0 has them.
+and fetches that part for snapshots and checkpoints. Of all workers of an exchange, the first alone
+sends parameters and hyperparameters: the servers use worker 0's, or each asynchronous worker's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.algorithms.served.records import (
     Kind,
     StepRecord,
     content_of,
-    place,
+    parameter_key,
     ranges_within,
     shard_bounds,
     to_message,
@@ -58,8 +58,8 @@ class ServedOptimizer(DividedOptimizer):
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
         super().__init__(optimizer, buckets, SERVED)
-        self._places = {
-            place(bucket.index, index): (name, p)
+        self._parameters = {
+            parameter_key(bucket.index, index): (name, p)
             for bucket in buckets
             for index, (name, p) in enumerate(zip(bucket.names, bucket.parameters, strict=True))
         }
@@ -76,8 +76,8 @@ class ServedOptimizer(DividedOptimizer):
         self.divide_state()
 
     @property
-    def counts(self) -> bool:
-        """Whether parameters and gradients count as this worker has them."""
+    def is_first(self) -> bool:
+        """Whether this worker is the first of its exchange, whose parameters the servers take."""
         return self._connected.rank == self._connected.layout.topology.contributors[0]
 
     def let_return(
@@ -88,18 +88,19 @@ class ServedOptimizer(DividedOptimizer):
         *,
         pulls: bool = False,
     ) -> None:
-        """Let the servers return a version's sums, or the parameters that they update by them.
+        """Let the servers return a version: its sums, or parameters; the first worker alone does.
 
         Args:
-            version: of all buckets.
-            step: the hyperparameters; None: there is no update.
-            behind: buckets whose newest parameters this worker hasn't.
-            pulls: the parameters return without an update; otherwise the sums do.
+            version: the version, the same for all buckets.
+            step: the hyperparameters of the update by the sums; None: there is no update.
+            behind: buckets whose newest parameters this worker hasn't installed.
+            pulls: without an update the present parameters return; otherwise the sums do.
 
         Raises:
-            ConfigError: a parameter of these was written, which newer updates would undo.
+            ConfigError: a parameter of a bucket in `behind` was written; newer updates would undo
+                that.
         """
-        if not self.counts:
+        if not self.is_first:
             return
         record = StepRecord(
             version=version,
@@ -126,7 +127,7 @@ class ServedOptimizer(DividedOptimizer):
     def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         """Copy updated parameters of a unit into the model; raises as `DividedOptimizer`."""
         super().install(unit, values)
-        if self.counts:
+        if self.is_first:
             for bucket in unit:
                 self._writes.note(bucket)
 
@@ -138,7 +139,7 @@ class ServedOptimizer(DividedOptimizer):
         fetched: dict[str, tuple[int, int, Any]] = {}
         for server in self._servers:  # in the order of their shards
             append_ranges(fetched, content_of(self._connected.receive(server, _STATE)))
-        return {self._places[where][0]: entry for where, entry in fetched.items()}
+        return {self._parameters[key][0]: entry for key, entry in fetched.items()}
 
     def take_staleness(self) -> Counter[int]:
         """Return how often gradients of this worker's were so many updates old, since last time."""
@@ -151,17 +152,17 @@ class ServedOptimizer(DividedOptimizer):
 
     def restore_local(self, saved: Ranges) -> bool:
         """Give the servers what `local` returned, if this worker has the same part."""
-        bounds = {self._places[where][0]: both for where, both in self._bounds.items()}
+        bounds = {self._parameters[key][0]: both for key, both in self._bounds.items()}
         if bounds != {name: entry[:2] for name, entry in saved.items()}:
             return False
-        self._give({where: saved[self._places[where][0]] for where in self._bounds})
+        self._give({key: saved[self._parameters[key][0]] for key in self._bounds})
         return True
 
     def _take(self, state: Mapping[Tensor, Any]) -> None:
         part = {}
-        for where, (start, stop) in self._bounds.items():
-            _, p = self._places[where]
-            part[where] = start, stop, cut_state(state.get(p, {}), p, start, stop)
+        for key, (start, stop) in self._bounds.items():
+            _, p = self._parameters[key]
+            part[key] = start, stop, cut_state(state.get(p, {}), p, start, stop)
         self._give(part)
 
     def _give(self, part: Ranges) -> None:
@@ -180,9 +181,9 @@ class ServedOptimizer(DividedOptimizer):
         shards = {}
         for bucket in written:
             pieces = [
-                flat_of(p)[slice(*bounds[where])]
+                flat_of(p)[slice(*bounds[key])]
                 for index, p in enumerate(bucket.parameters)
-                if (where := place(bucket.index, index)) in bounds
+                if (key := parameter_key(bucket.index, index)) in bounds
             ]
             if pieces:
                 shards[bucket.index] = torch.cat(pieces).cpu()

@@ -1,8 +1,8 @@
 """Update rule of served parameters.
 
-`reduce` lets the sums of a version return instead of parameters. The workers then send the
-gradients, as the script has left them, in another version: worker 0 with weight 1, the others with
-weight 0.
+`reduce` lets the sums of a version return instead of parameters. After the script has read or
+changed them in `.grad`, all workers send `.grad` in another version: worker 0 with weight 1, the
+others with weight 0.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServedUpdate:
         step = self._optimizer.freeze()
         versions = {}
         if reduced:
-            weight = 1.0 if self._optimizer.counts else 0.0
+            weight = 1.0 if self._optimizer.is_first else 0.0
             for bucket in self._buckets:
                 gradients = [p.grad for p in bucket.parameters]
                 name = f"the reduced gradients of bucket {bucket.index}"
@@ -71,7 +71,8 @@ class ServedUpdate:
             self._exchange.send(bucket.index, empty, 0.0, f"the pull of bucket {bucket.index}")
         versions = {b.index: self._exchange.expect(b.index, parameters=True) for b in self._buckets}
         for version in set(versions.values()):
-            behind = self._buckets if version > 1 else ()  # the first one takes them to the servers
+            # The first version brings the servers their parameters: no worker is behind these.
+            behind = self._buckets if version > 1 else ()
             self._optimizer.let_return(version, None, behind, pulls=True)
         return versions
 

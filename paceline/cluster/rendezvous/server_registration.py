@@ -77,7 +77,7 @@ class InvitedBucket:
         encoded: whether the invitation's codec encodes contributions.
         suppresses_zeros: whether contributions may leave out blocks of zeros.
         returns_parameters: whether updated parameters may return in place of sums.
-        rooms: number of versions that may be under way at once.
+        slots: number of versions that may be under way at once.
     """
 
     lengths: tuple[int, ...]
@@ -85,7 +85,7 @@ class InvitedBucket:
     encoded: bool
     suppresses_zeros: bool
     returns_parameters: bool
-    rooms: int
+    slots: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,8 +149,8 @@ class BucketStates:
         templates, names: for each bucket, as of `BucketState`.
 
     Attributes:
-        rooms: for each bucket, the states of its rooms.
-        first: for each bucket, the state of its first room.
+        slots: for each bucket, the states of its slots.
+        first: for each bucket, the state of its first slot.
     """
 
     def __init__(
@@ -160,23 +160,23 @@ class BucketStates:
         templates: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
     ) -> None:
-        self.rooms = [
-            [BucketState(room, rank_layout, tensors, texts) for room in rooms]
-            for rooms, tensors, texts in zip(layout.rooms, templates, names, strict=True)
+        self.slots = [
+            [BucketState(slot, rank_layout, tensors, texts) for slot in slots]
+            for slots, tensors, texts in zip(layout.slots, templates, names, strict=True)
         ]
-        self.first = [rooms[0] for rooms in self.rooms]
+        self.first = [slots[0] for slots in self.slots]
 
     def at(self, index: int, version: int) -> BucketState:
         """Return the state of a bucket's version."""
-        rooms = self.rooms[index]
-        return rooms[version % len(rooms)]
+        slots = self.slots[index]
+        return slots[version % len(slots)]
 
 
 class BucketState:
-    """State of one room of a bucket on one rank: memory, receive buffers, and the version there.
+    """State of one slot of a bucket on one rank: memory, receive buffers, and the version there.
 
     Args:
-        layout: layout of the room.
+        layout: layout of the slot.
         rank_layout: layout of this rank.
         templates: tensors of the parameters' shapes and strides.
         names: the parameters' names, for errors.

@@ -30,7 +30,7 @@ Sums return from them as they are, directly into `sums`. Their windows alone hav
 behind all that they have in common with the workers' windows.
 
 Where a rank may send k versions of a bucket ahead of the last one that it has read (bounded
-staleness), each bucket has k + 1 *rooms*: all this memory so many times. Version v is in room
+staleness), each bucket has k + 1 *slots*: all this memory so many times. Version v is in slot
 v mod (k + 1).
 
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
@@ -150,7 +150,7 @@ class BucketSpec:
         suppresses_zeros: whether contributions and sums that are put between groups may leave out
             blocks of zeros. They then begin with a preamble (`zero_suppression.py`). Where updated
             parameters may be sent back, what is sent back is complete.
-        rooms: number of versions whose contributions and sums have memory of their own: 1, and the
+        slots: number of versions whose contributions and sums have memory of their own: 1, and the
             staleness. More than 1 needs plain values, because residuals and suppressed zeros
             follow from one version to the next.
     """
@@ -163,7 +163,7 @@ class BucketSpec:
     returns_parameters: bool = False
     suppresses_zeros: bool = False
     returns_plain: bool = False
-    rooms: int = 1
+    slots: int = 1
 
     @property
     def header_size(self) -> int:
@@ -220,7 +220,7 @@ class BufferArray:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Layout of one room of a bucket in a window.
+    """Layout of one slot of a bucket in a window.
 
     Attributes:
         spec: the bucket's specification.
@@ -307,7 +307,7 @@ class Layout:
     """Layout of a window: where the memory of each bucket lies.
 
     Attributes:
-        rooms: for each bucket, in order, the layouts of its rooms.
+        slots: for each bucket, in order, the layouts of its slots.
         topology: the groups of ranks.
         size: size of the window in bytes.
         server_size: size of a server's window, in bytes, if there are servers.
@@ -315,7 +315,7 @@ class Layout:
         to_servers: receive buffers of a server for each worker's messages, in order.
     """
 
-    rooms: tuple[tuple[BucketLayout, ...], ...]
+    slots: tuple[tuple[BucketLayout, ...], ...]
     topology: Topology
     size: int
     to_workers: BufferArray
@@ -324,8 +324,8 @@ class Layout:
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
-        """The layouts of the buckets' first rooms."""
-        return tuple(rooms[0] for rooms in self.rooms)
+        """The layouts of the buckets' first slots."""
+        return tuple(slots[0] for slots in self.slots)
 
     @property
     def notifications(self) -> int:
@@ -335,12 +335,12 @@ class Layout:
     @property
     def message(self) -> int:
         """The notification of a part of a message; the next one acknowledges it."""
-        return 4 * len(self.rooms)
+        return 4 * len(self.slots)
 
     @property
     def draining(self) -> int:
         """The notification of a peer that drains."""
-        return 4 * len(self.rooms) + (2 if self.has_messages else 0)
+        return 4 * len(self.slots) + (2 if self.has_messages else 0)
 
     @property
     def has_messages(self) -> bool:
@@ -358,10 +358,10 @@ class Layout:
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay out buckets for the ranks of a topology."""
-    buckets = []  # in all rooms
+    buckets = []  # in all slots
     offset = 0
     for index, spec in enumerate(specs):
-        for _ in range(spec.rooms):
+        for _ in range(spec.slots):
             bucket = _lay_out_bucket(index, spec, topology, offset)
             buckets.append(bucket)
             offset = _aligned(bucket.flags + len(spec.lengths))
@@ -375,10 +375,10 @@ def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
         from_groups = _buffers(end, contribution, len(topology.contributing))
         buckets[number] = replace(bucket, from_groups=from_groups)
         end = from_groups.end
-    rooms = tuple(tuple(group) for _, group in groupby(buckets, lambda bucket: bucket.index))
+    slots = tuple(tuple(group) for _, group in groupby(buckets, lambda bucket: bucket.index))
     to_servers = _buffers(end, MESSAGE, len(topology.contributors) if to_workers.count else 0)
     return Layout(
-        rooms=rooms,
+        slots=slots,
         topology=topology,
         size=size,
         to_workers=to_workers,
@@ -394,7 +394,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
     if served:
         spec = replace(spec, returns_plain=True)
     plain = spec.codec is None and not spec.suppresses_zeros
-    assert spec.rooms == 1 or (plain and (served or not spec.returns_parameters))
+    assert spec.slots == 1 or (plain and (served or not spec.returns_parameters))
     head = spec.header_size
     item = spec.dtype.itemsize
     numel = sum(spec.lengths)

@@ -69,7 +69,7 @@ class Owner:
         self._ranks = rank_layout
         self._buckets = buckets
         self._sender = sender
-        self._count = count = len(buckets.rooms)
+        self._count = count = len(buckets.slots)
         # (buckets,) each: the last version that passed a stage. No stage passes the one before it.
         self._gathered = np.zeros(count, np.int64)
         self._summed = np.zeros(count, np.int64)
@@ -81,7 +81,7 @@ class Owner:
         self._sent = self._gathered if sender is None else sender.sent
         deferred = np.array([bucket.defers_return for bucket in buckets.first], bool)
         self._return_allowed = np.where(deferred, 0, _ALL)  # versions
-        self._passes = max(map(len, buckets.rooms), default=1)  # versions that can wait at once
+        self._passes = max(map(len, buckets.slots), default=1)  # versions that can wait at once
         self._peer_owners = list(rank_layout.peer_owners.values())
         self._group_peers = rank_layout.group_peers
         self._contributors = rank_layout.contributors

@@ -11,7 +11,7 @@
 
 A version counts the exchanges of a bucket. Nothing is acknowledged, because it is implied: a rank
 sends version v + 1 of a bucket only after it has read version v of all its sums, or with k + 1
-rooms, version v - k (`sender.py`). Flags may still be on their way to ranks that don't need them;
+slots, version v - k (`sender.py`). Flags may still be on their way to ranks that don't need them;
 they keep their order.
 
 Servers may own all shards: then they alone receive contributions of other groups, and return sums

@@ -1,9 +1,9 @@
 """Sender: puts a rank's contributions to the owners of the shards, version by version.
 
-With k + 1 rooms a bucket, a rank sends version v only after it has read version v - k - 1 of all
+With k + 1 slots a bucket, a rank sends version v only after it has read version v - k - 1 of all
 its sums: no rank leads by more than k versions (stale synchronous parallel; Ho et al., 2013). So
 nothing is acknowledged. An owner that has version v of all contributions knows that no rank still
-needs anything of version v - k - 1, in whose room it writes.
+needs anything of version v - k - 1, in whose slot it writes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Sender:
         self._window = window
         self._ranks = rank_layout
         self._buckets = buckets
-        self.sent = np.zeros(len(buckets.rooms), np.int64)
-        self.read = np.zeros(len(buckets.rooms), np.int64)
+        self.sent = np.zeros(len(buckets.slots), np.int64)
+        self.read = np.zeros(len(buckets.slots), np.int64)
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
@@ -94,7 +94,7 @@ class Sender:
             flags: of their parameters.
             version: of the bucket.
         """
-        row = CONTRIBUTION * len(self._buckets.rooms) + bucket.index
+        row = CONTRIBUTION * len(self._buckets.slots) + bucket.index
         for group, owner, values in bucket.to_groups:
             inside = cut(pieces, values)
             source: list[torch.Tensor]
@@ -119,9 +119,9 @@ class Sender:
         return gradients
 
     def _next(self, index: int) -> int:
-        """Return the next version of a bucket, whose room has been read."""
+        """Return the next version of a bucket, whose slot has been read."""
         version = int(self.sent[index]) + 1
-        assert version - self.read[index] <= len(self._buckets.rooms[index])
+        assert version - self.read[index] <= len(self._buckets.slots[index])
         return version
 
     def _count_sent(self, bucket: BucketState, version: int) -> None:

@@ -425,7 +425,7 @@ def check(schedule: Schedule) -> Outcome:
         newest = generation.newest()
         if newest is not start:
             model = judge(schedule, generation, workers, start.step, model)
-        check_rooms(schedule, generation)
+        check_slots(schedule, generation)
         if newest.step == schedule.steps:
             break
         dead = generation.died("worker"), generation.died("server")
@@ -446,10 +446,10 @@ def check_lead(schedule: Schedule, outcome: Outcome) -> None:
         assert outcome.lead == schedule.staleness or outcome.generations > 1
 
 
-def check_rooms(schedule: Schedule, generation: Generation) -> None:
-    """Require that no sender has used more rooms than a version and the staleness."""
-    for rooms in generation.served.rooms.values():
-        assert rooms.most <= 1 + (schedule.staleness or 0)
+def check_slots(schedule: Schedule, generation: Generation) -> None:
+    """Require that no sender has used more slots than a version and the staleness."""
+    for slots in generation.served.slots.values():
+        assert slots.most <= 1 + (schedule.staleness or 0)
 
 
 def judge(
@@ -568,7 +568,7 @@ def main() -> None:
     kinds = ", ".join(f"{modes[mode]} {mode}" for mode in sorted(modes))
     print(
         f"{options.count} schedules ({kinds}): leads reach K and never K + 1, each push is in the "
-        f"parameters once (NumPy: {EXACT}), no sender used more than K + 1 rooms, none hung. "
+        f"parameters once (NumPy: {EXACT}), no sender used more than K + 1 slots, none hung. "
         f"{total.workers} workers and {total.servers} servers died, {total.repeated} steps were "
         f"trained again. {seconds:.0f} processor-seconds."
     )

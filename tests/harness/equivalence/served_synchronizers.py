@@ -25,7 +25,7 @@ from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
 from paceline.update.owned_shards import OwnedShards
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.invited_threads import InvitedThreads
-from tests.harness.twins.mortal_window import Mortal, MortalWindow, RoomCounts
+from tests.harness.twins.mortal_window import Mortal, MortalWindow, SlotCounts
 from tests.harness.twins.stored_addresses import StoredAddresses
 from tests.harness.twins.window import WindowGroup
 from tests.harness.twins.window_context import WindowContext
@@ -52,7 +52,7 @@ class Served:
         errors: what ended servers.
         running: the servers of the last binding; of asynchronous workers, those of the last worker.
         order: the asynchronous updates: server, bucket, worker, and this worker's version.
-        rooms: the rooms that were used, of each exchange with mortals.
+        slots: the slots that were used, of each exchange with mortals.
     """
 
     updater = ServedOptimizer
@@ -78,7 +78,7 @@ class Served:
         self._store = HashStore() if tcp else None
         self._shared: dict[tuple[int, int], OwnedShards] = {}  # by binding and server
         self._mortals = mortals
-        self.rooms: dict[WindowGroup, RoomCounts] = {}
+        self.slots: dict[WindowGroup, SlotCounts] = {}
         self.order: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, int], WindowGroup] = {}  # by binding and, if alone, worker
@@ -152,7 +152,7 @@ class Served:
         group = WindowGroup(len(ranks), size, layout.notifications, simulated, apart=owners)
         timeout = Timeout(self._limit, self._limit)
         if self._mortals is not None:
-            self.rooms[group] = RoomCounts(len(layout.buckets), len(machines))
+            self.slots[group] = SlotCounts(len(layout.buckets), len(machines))
         windows = [self._window(group, server, layout.notifications) for server in owners]
         if self._staleness is None:
             self.running = [
@@ -215,7 +215,7 @@ class Served:
         if self._mortals is not None:
             server = rank - group.world_size + self._servers
             member = ("server", server) if server >= 0 else ("worker", worker)
-            window = MortalWindow(window, self._mortals[member], self.rooms[group])
+            window = MortalWindow(window, self._mortals[member], self.slots[group])
         if not self._late:
             return window
         buckets = notifications // 4

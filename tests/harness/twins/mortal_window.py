@@ -1,4 +1,4 @@
-"""Windows of a member that dies after some puts, and that count how many rooms senders use."""
+"""Windows of a member that dies after some puts, and that count how many slots senders use."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Mortal:
                     window.close()
 
 
-class RoomCounts:
-    """Rooms that the workers of an exchange use on servers: versions that were not returned.
+class SlotCounts:
+    """Slots that the workers of an exchange use on servers: versions that were not returned.
 
     Args:
         buckets: of the exchange.
         workers: ranks below are theirs, the others are servers'.
 
     Attributes:
-        most: the largest number of rooms that one worker used for a bucket at once.
+        most: the largest number of slots that one worker used for a bucket at once.
     """
 
     def __init__(self, buckets: int, workers: int) -> None:
@@ -85,15 +85,15 @@ class MortalWindow(WindowWrapper):
     Args:
         window: the window.
         owner: the member.
-        rooms: of the exchange.
+        slots: of the exchange.
     """
 
-    def __init__(self, window: Window, owner: Mortal, rooms: RoomCounts) -> None:
+    def __init__(self, window: Window, owner: Mortal, slots: SlotCounts) -> None:
         super().__init__(window)
         self.wait, self.wait_for_event = window.wait, window.wait_for_event
         self.flush, self.close = window.flush, window.close
         self._owner = owner
-        self._rooms = rooms
+        self._slots = slots
         owner.add(window)
 
     def put(
@@ -108,5 +108,5 @@ class MortalWindow(WindowWrapper):
         """Put, unless the member is dead."""
         self._owner.count_put()
         if not self._owner.dead:
-            self._rooms.count(self.rank, peer, notification, value)
+            self._slots.count(self.rank, peer, notification, value)
         self._window.put(peer, offset, source, notification, value, priority)
