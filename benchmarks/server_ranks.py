@@ -2,7 +2,7 @@
 
     line       a plain stream of the ideal bytes between each worker and each server, both ways
     server     Paceline's, by its public interface; server:MB in buckets of that size; server-2
-               with a staleness of 2
+               with a staleness of 2, server-async asynchronous
     rpc        `rpc_server.py`; rpc:MB likewise
     ddp        torch's DistributedDataParallel of the workers alone; ddp:MB likewise
 
@@ -155,14 +155,15 @@ def _limited(end: socket.socket) -> socket.socket:
     return end
 
 
-def staleness_of(row: str) -> int:
-    """Return the staleness of a row of Paceline's servers: 2 of `server-2`."""
-    return int(method_of(row).partition("-")[2] or 0)
+def staleness_of(row: str) -> int | None:
+    """Return the staleness of a row of Paceline's servers: 2 of `server-2`; None: asynchronous."""
+    text = method_of(row).partition("-")[2] or "0"
+    return None if text == "async" else int(text)
 
 
 def steps_of(row: str) -> int:
     """Return the training steps of a step of a row: what is timed begins with as many under way."""
-    return 1 + staleness_of(row)
+    return 1 + (staleness_of(row) or 0)
 
 
 def server(setting: Setting, row: str) -> Variant:
@@ -256,6 +257,7 @@ MAKERS: dict[str, Callable[[Setting, str], Variant]] = {
     "line": line,
     "server": server,
     "server-2": server,
+    "server-async": server,
     "rpc": remote,
     "ddp": ddp,
 }

@@ -41,7 +41,7 @@ from table import method_of, one_of, print_table
 LINE = "line"
 SERVER = "server"
 RPC = "rpc"
-ROWS = ["server", "server:4", "server-2", "rpc", "ddp"]
+ROWS = ["server", "server:4", "server-2", "server-async", "rpc", "ddp"]
 QUICK_ROWS = ["server", "rpc", "ddp"]
 WORLDS = ["2x1", "4x1", "8x1", "2x2", "4x2", "8x2"]
 QUICK_WORLDS = ["2x1"]
@@ -177,7 +177,8 @@ def _serving(
 ) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
     """Start `paceline serve` on each of these machines; end it afterwards."""
     meet = ("--run_id", RUN_ID, "--master", f"{master}:{MASTER_PORT}")
-    command = (sys.executable, "-m", "paceline.cli.main", "serve", *meet)
+    limits = ("--first_iter_timeout", "300")
+    command = (sys.executable, "-m", "paceline.cli.main", "serve", *meet, *limits)
     servers = [
         subprocess.Popen(
             [*machine.enter, *command],

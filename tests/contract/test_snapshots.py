@@ -45,7 +45,7 @@ from tests.harness.equivalence.steps_by_hand import replica_step
 pytestmark = pytest.mark.usefixtures("one_core")
 
 STEP = 3  # the snapshot is of the state before it
-STEPS = 8
+STEPS = 7
 
 NORMALISED = Case(make_model=normalised)
 SYNCS: dict[str, dict[str, Any]] = {
