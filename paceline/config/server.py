@@ -28,7 +28,7 @@ class Server:
             steps before it waits. None: asynchronous, each worker's gradients are an
             update of their own, in the order of arrival.
         staleness_lr: with staleness None, the learning rate of an update by gradients that are
-            s > 1 updates old: "given": that of the step; "scale": that divided by s.
+            s > 1 updates old: "given" is that of the step, "scale" that divided by s.
         servers: the number of servers; None: as many as `paceline launch --num_servers` starts, or
             one that `paceline serve` starts.
 

@@ -377,7 +377,7 @@ class Steps:
         """
         if self._checkpoints.compares or self._snapshots.alone or not self._check.enabled:
             return None
-        if not self._replica.equal_between_steps:  # to be made equal they must meet
+        if not self._replica.equal_between_steps:  # equal only where all ranks take part
             return None
         self._replica.settle()
         # What the script wrote is its own: rank 0 may test an average of the parameters, say.
@@ -473,7 +473,7 @@ class Steps:
     def _await_leader(self) -> None:
         """Return once rank 0 has written its last checkpoint, so that another one can replace it.
 
-        Ranks meet several times within the timeout, because a file may take longer.
+        The ranks communicate several times within the timeout, because a file may take longer.
         """
         context = self.run.context
         limit = context.limits[1] / 4

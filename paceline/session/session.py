@@ -317,8 +317,8 @@ class Session:
     def begin(self) -> None:
         """Take part in votes from now on: the run's first generation has its number.
 
-        A note names the machine whose loss the run wouldn't survive, if there is one. Where the others
-        survive this process, the supervisor learns that.
+        A note names the machine whose loss the run wouldn't survive, if there is one. The supervisor
+        learns whether the others survive this process.
         """
         membership = self.run.membership
         if risk := membership.begin(self.run.context.world.generation):

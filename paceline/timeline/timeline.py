@@ -117,7 +117,7 @@ class Timeline:
         return self._sums[name] / 1e9
 
     def account(self, step: int) -> dict[str, object]:
-        """Return where a step's time went, for its event; once, after its `train` and before the next.
+        """Return where the time of the step that was trained last went, for its event; once.
 
         Returns:
             {} if another step's `train` ended last, or the account was returned before; else:
