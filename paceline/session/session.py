@@ -317,7 +317,7 @@ class Session:
     def begin(self) -> None:
         """Take part in votes from now on: the run's first generation has its number.
 
-        A note names the machine whose loss the run wouldn't survive, if there is one. The supervisor
+        A note names the machine whose loss the run wouldn't survive, if any. The supervisor
         learns whether the others survive this process.
         """
         membership = self.run.membership
