@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         type=World.named,
         help=f"default: {' '.join(WORLDS)}; with --quick {' '.join(QUICK_WORLDS)}",
     )
-    add("--rates", nargs="+", default=RATES, help="of a port, as tc knows it; default: %(default)s")
+    add("--rates", nargs="*", default=RATES, help="of a port, as tc knows it; default: %(default)s")
     parser.add_argument(
         "--rows",
         nargs="+",
