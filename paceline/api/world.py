@@ -103,10 +103,10 @@ class World:
         """How often each staleness occurred: reads of buckets, by the versions they were behind.
 
         Of asynchronous workers: gradients of buckets, by the updates they were behind, up to the
-        last time all ranks met, such as an epoch's end.
+        last synchronization of all ranks, such as an epoch's end.
 
         Those of this rank, since the start, or the last loss of a member or change of what is
-        trained; {} without parameter servers whose `staleness` is above 0.
+        trained; {} without parameter servers, or with `staleness` 0.
         """
         replica = self._loop.replica
         return {} if replica is None else dict(sorted(replica.stale_reads.items()))

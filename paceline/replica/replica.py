@@ -224,7 +224,7 @@ class Replica:
 
     @property
     def equal_between_steps(self) -> bool:
-        """Whether all ranks read the same parameters in a step, without a meeting of all."""
+        """Whether all ranks read the same parameters in a step, without `synchronize`."""
         return self._averaged is None and self._binding.access.equal_between_steps
 
     @property

@@ -1,7 +1,7 @@
 """Parameter servers with stale workers, as processes: they train, end, resume and lose some.
 
 Weights depend on the workers' speeds, so that no other run has the same. What must hold is that
-each sample is trained once, and that all workers have the same weights wherever they meet.
+each sample is trained once, and that all workers have the same weights where they are saved.
 """
 
 from __future__ import annotations

@@ -336,11 +336,11 @@ class Generation:
             optimizer.zero_grad()
 
     def _take(self, replica: Any, model: nn.Module, c: Communicator, step: int) -> None:
-        """Take a snapshot; asynchronous workers meet for it."""
+        """Take a snapshot; asynchronous workers are made equal for it."""
         replica.settle()
         meets = self._schedule.staleness is None
         if meets:
-            c.all_reduce(torch.zeros(1)).wait("the meeting")
+            c.all_reduce(torch.zeros(1)).wait("the barrier before the snapshot")
             replica._binding.synchronizer.settle(Weights.MERGED)
         values = copy_state(dict(model.state_dict()))
         part = copy_state(dict(replica._binding.state.local(in_step=False)))
@@ -349,7 +349,7 @@ class Generation:
         snapshot.values[c.rank] = values
         snapshot.parts[c.rank] = part
         if meets:
-            c.all_reduce(torch.zeros(1)).wait("the end of the meeting")
+            c.all_reduce(torch.zeros(1)).wait("the barrier behind the snapshot")
 
 
 @cache
@@ -457,8 +457,8 @@ def judge(
 ) -> Trained:
     """Train by NumPy to the newest snapshot; compare each snapshot on the way; return the last."""
     newest = generation.newest().step
-    meetings = sorted(step for step in generation.snapshots if step <= newest)
-    for begin, end in zip([first, *meetings], meetings, strict=False):
+    barriers = sorted(step for step in generation.snapshots if step <= newest)
+    for begin, end in zip([first, *barriers], barriers, strict=False):
         if schedule.staleness is None:
             model = judge_asynchronous(schedule, generation, workers, (first, begin, end), model)
         snapshot = generation.snapshots[end]
@@ -497,7 +497,7 @@ def judge_asynchronous(
     steps: tuple[int, int, int],
     start: Trained,
 ) -> Trained:
-    """Return the parameters of asynchronous SGD between two meetings of a generation."""
+    """Return the parameters of asynchronous SGD between two snapshots of a generation."""
     first, begin, end = steps
     made: Counter[tuple[int, int, int]] = Counter()
     order = []

@@ -94,7 +94,7 @@ class Push:
 
 
 class AsynchronousModel:
-    """Asynchronous SGD between two meetings, where all workers have read the same parameters.
+    """Asynchronous SGD between two barriers, at which all workers have read the same parameters.
 
     Args:
         start: what they have read.
