@@ -20,7 +20,7 @@ from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.server import Server, parse_server
 from paceline.config.world import ASYNCHRONOUS, CHOICES, SyncConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, many
 from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.edits import parameter_names
 from paceline.update.batch_norm import (
@@ -120,7 +120,7 @@ def parallelize(
             method = "average"
         arguments: dict[str, Any] = {
             "sync": "server" if server is not None else method,
-            "num_servers": 1 if server is None else _servers(server, run.store),
+            "num_servers": 1 if server is None else number_of_servers(server, run.store),
             "staleness": _staleness(server),
             "staleness_lr": "given" if server is None else server.staleness_lr,
             "wire": wire,
@@ -177,11 +177,22 @@ def _read_sync(sync: str | Average | Server) -> str | Average | Server:
     return parse_average(sync) or parse_server(sync) or sync
 
 
-def _servers(server: Server, store: Store | None) -> int:
-    """Return the number of servers: the one given, or that of those that a launcher has started."""
-    if server.servers is not None:
-        return server.servers
-    return 1 if store is None else started_servers(store) or 1
+def number_of_servers(server: Server, store: Store | None) -> int:
+    """Return the number of servers: the one given, or that of those that a launcher has started.
+
+    Raises:
+        ConfigError: a launcher has started more than are given.
+    """
+    started = 0 if store is None else started_servers(store)
+    if server.servers is None:
+        return started or 1
+    if started > server.servers:
+        raise ConfigError(
+            f"servers={server.servers}: paceline launch started {many(started, 'server')} with "
+            f"--num_servers {started}, and some would have nothing to do; use "
+            f"servers={started}, or leave it out."
+        )
+    return server.servers
 
 
 def _staleness(server: Server | None) -> str:

@@ -76,8 +76,8 @@ def parse_server(sync: str) -> Server | None:
             continue
         if option not in known or option in values or not word.isdecimal():
             raise ConfigError(
-                f"sync={sync!r}: {item!r} must be an option with a whole number, such as "
-                f"servers=2, given once; the options are {', '.join(known)}."
+                f"sync={sync!r}: {item!r} must be an option, given once: servers=N, staleness=N, "
+                "staleness=async, staleness_lr=given or staleness_lr=scale."
             )
         values[option] = int(word)
     return Server(**values)

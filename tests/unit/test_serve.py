@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+from paceline.api.parallelize import number_of_servers
 from paceline.cli.main import main
 from paceline.cluster.rendezvous.server_registration import (
     AVERAGING,
     PARAMETERS,
     Invitation,
     InvitedBucket,
+    announce_servers,
     open_start,
     serve_command,
 )
@@ -269,15 +271,12 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (
-            "server:staleness",
-            "'staleness' must be an option with a whole number, such as servers=2",
-        ),
-        ("server:servers=1,servers=2", "'servers=2' must be an option with a whole number"),
-        ("server:stale=1", "given once; the options are staleness, staleness_lr, servers."),
-        ("server:staleness_lr=half", "'staleness_lr=half' must be an option with a whole number"),
+        ("server:staleness", "'staleness' must be an option, given once: servers=N, staleness=N"),
+        ("server:servers=1,servers=2", "'servers=2' must be an option, given once"),
+        ("server:stale=1", "'stale=1' must be an option, given once: servers=N, staleness=N"),
+        ("server:staleness_lr=half", "staleness=async, staleness_lr=given or staleness_lr=scale."),
         ("server:servers=0", "servers 0: must be a whole number of at least 1."),
-        ("server:staleness=-1", "'staleness=-1' must be an option with a whole number"),
+        ("server:staleness=-1", "'staleness=-1' must be an option, given once"),
     ],
 )
 def test_a_wrong_short_form_of_servers_is_refused(given: str, sentence: str) -> None:
@@ -293,6 +292,16 @@ def test_the_short_form_of_servers_says_what_the_class_does() -> None:
     scaled = parse_server("server:staleness=async,staleness_lr=scale")
     assert scaled == Server(staleness=None, staleness_lr="scale")
     assert parse_server("notified") is None
+
+
+def test_fewer_servers_than_a_launcher_has_started_are_refused() -> None:
+    store = HashStore()
+    announce_servers(store, 2)
+    with pytest.raises(ConfigError, match="servers=1: paceline launch started 2 servers"):
+        number_of_servers(Server(servers=1), store)
+    assert number_of_servers(Server(), store) == 2
+    assert number_of_servers(Server(servers=3), store) == 3  # the third comes by paceline serve
+    assert number_of_servers(Server(servers=1), HashStore()) == 1
 
 
 def test_more_servers_than_a_bucket_has_parts_are_refused() -> None:
