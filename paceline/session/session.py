@@ -315,7 +315,7 @@ class Session:
         self.start = replace(self.start, state=None)  # which the steps don't need
 
     def begin(self) -> None:
-        """Take part in votes from now on: the run's first generation has its number.
+        """Take part in votes from now on, on the run's later generations.
 
         A note names the machine whose loss the run wouldn't survive, if any. The supervisor
         learns whether the others survive this process.

@@ -81,7 +81,7 @@ class ServedUpdate:
         self._optimizer.install(unit, values)
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Remove the hooks from the optimizer."""
         self._optimizer.close()
 
     def _let_return(self, step: StepHyperparameters | None) -> None:

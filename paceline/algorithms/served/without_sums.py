@@ -1,4 +1,4 @@
-"""Base of synchronizers by which workers are in different steps: none has the sums of one."""
+"""Base of synchronizers whose workers are in different steps: none receives a step's sums."""
 
 from __future__ import annotations
 
