@@ -90,12 +90,16 @@ class WorkersAddresses:
 
     Args:
         registered: the server's registration.
+        invitation: the present one.
         window: the purpose of the window.
         limit: seconds to wait for them.
     """
 
-    def __init__(self, registered: RegisteredServer, window: str, limit: float) -> None:
+    def __init__(
+        self, registered: RegisteredServer, invitation: Invitation, window: str, limit: float
+    ) -> None:
         self._registered = registered
+        self._invitation = invitation
         self._window = window
         self._limit = limit
         self._received: dict[str, Sequence[str]] = {}  # of the workers, by purpose
@@ -109,7 +113,9 @@ class WorkersAddresses:
             CommError: they didn't come in time, or a process of the run reported why it ended.
         """
         number = len(self._received)
-        self._received[purpose] = self._registered.addresses(self._window, number, self._limit)
+        self._received[purpose] = self._registered.addresses(
+            self._invitation, self._window, number, self._limit
+        )
 
     def find(self, purpose: str, rank: int) -> str:
         """Return a worker's address."""
@@ -195,7 +201,7 @@ def _connect(
     """Open the server's window for a purpose, and connect to its workers."""
     server = layout.topology.owners[invitation.number]
     bootstrap = Bootstrap(
-        addresses=WorkersAddresses(registered, purpose, limit),
+        addresses=WorkersAddresses(registered, invitation, purpose, limit),
         rank=server,
         world_size=len(invitation.names) + len(invitation.servers),
         token=invitation.token,

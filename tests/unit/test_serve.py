@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
@@ -14,11 +15,14 @@ from torch.distributed import HashStore
 
 from paceline.api.parallelize import number_of_servers
 from paceline.cli.main import main
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.server_registration import (
     AVERAGING,
     PARAMETERS,
     Invitation,
     InvitedBucket,
+    RegisteredServer,
+    Registration,
     announce_servers,
     open_start,
     serve_command,
@@ -27,11 +31,11 @@ from paceline.cluster.stores.folder_store import FolderStore
 from paceline.config.average import AverageConfig
 from paceline.config.server import Server, parse_server
 from paceline.config.world import SyncConfig
-from paceline.errors import CommError, ConfigError
+from paceline.errors import CommError, ConfigError, PeerLost
 from paceline.reduce.buckets import ALL, partition
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.server.found_servers import digest_of, refuse_server
-from paceline.server.serve import layout_of, refusal
+from paceline.server.serve import layout_of, refusal, serve
 from paceline.update.outer.average import Average, average_from_flags, parse_average
 from paceline.wiring.exchange import refuse_idle_servers
 
@@ -209,6 +213,23 @@ def test_nixl_has_no_server() -> None:
 def test_a_run_that_no_server_can_find_is_refused() -> None:
     with pytest.raises(ConfigError, match="this process was started alone: start it with"):
         open_start(HashStore())
+
+
+def test_a_server_stops_waiting_for_workers_that_have_begun_another_generation(
+    tmp_path: Path,
+) -> None:
+    store = FolderStore(str(tmp_path), "start", timedelta(seconds=60), make=True)
+    registration = Registration(
+        process=ProcessIdentity.of_this_process(), addresses=("127.0.0.1",), port=0
+    )
+    registered = RegisteredServer(store, registration)
+    # Rank 1 was lost before it gave its addresses, so that those of this window never come.
+    present = invitation()
+    newest = replace(present, purpose="another window")
+    store.set(f"server/{registration.id}/invitation", newest.to_text())
+    with closing(registered), pytest.raises(PeerLost, match="lost another worker"):
+        serve(registered, present, limit=60.0, report=lambda line: None)
+    assert registered.following(present) == newest
 
 
 def test_a_server_refuses_another_model_and_another_version() -> None:

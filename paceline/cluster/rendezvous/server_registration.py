@@ -39,7 +39,7 @@ from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.stores.waiting import await_keys
 from paceline.config.world import without_password
-from paceline.errors import CommError, CommTimeout, ConfigError
+from paceline.errors import CommError, CommTimeout, ConfigError, PeerLost
 
 AVERAGING = "averaging server"
 PARAMETERS = "parameter server"
@@ -233,20 +233,41 @@ class RegisteredServer:
             self._rests = False
         self._store.set(self._key(_answer_to(invitation.purpose)), refusal or "serves")
 
-    def addresses(self, purpose: str, number: int, timeout: float) -> list[str]:
+    def addresses(
+        self, invitation: Invitation, purpose: str, number: int, timeout: float
+    ) -> list[str]:
         """Return what the workers have gathered for the `number`-th time, for a window.
+
+        Args:
+            invitation: the present one.
+            purpose: of the window.
+            number: from 0.
+            timeout: seconds to wait.
 
         Raises:
             CommTimeout: they didn't in time.
-            PeerLost: a process of the run gave a reason for its end.
+            PeerLost: a process of the run gave a reason for its end; or the workers lost another
+                one before they had connected, and their next generation has sent an invitation.
         """
         key = self._key(_shared(purpose, number))
-        await_keys(
-            self._store,
-            [key],
-            timeout,
-            lambda _: f"The workers sent no addresses in {timeout:g} s.",
-        )
+        ends = time.monotonic() + timeout
+        while not self._store.check([key]):
+            left = ends - time.monotonic()
+            try:
+                await_keys(
+                    self._store,
+                    [key],
+                    min(_LOOK_S, left),
+                    lambda _: f"The workers sent no addresses in {timeout:g} s.",
+                )
+            except CommTimeout:
+                newest = self.invitation()
+                if newest is not None and newest.purpose != invitation.purpose:
+                    raise PeerLost(
+                        "The workers lost another worker while they connected."
+                    ) from None
+                if left <= _LOOK_S:
+                    raise
         texts: list[str] = json.loads(self._store.get(key))
         return texts
 
