@@ -81,7 +81,7 @@ class DataParallel:
             statistics aren't exchanged.
     """
 
-    equal_between_steps = True
+    reads: Counter[int] | None = None
 
     def __init__(
         self,
@@ -98,7 +98,6 @@ class DataParallel:
         self.buckets = tuple(buckets)
         self.state = state
         self.immediate = alone
-        self.reads: Counter[int] = Counter()
         self._exchange = exchange
         self._rule = rule
         self._statistics = statistics

@@ -101,14 +101,12 @@ class GradientAccess(Protocol):
     """Protocol of gradients that are exchanged in a step, as a script may use them meanwhile.
 
     Attributes:
-        equal_between_steps: whether all ranks read the same parameters in a step. Otherwise they
-            are equal once all have settled between the same steps.
-        reads: where they aren't: how often a bucket was read whose version was so many behind, by
-            this number.
+        reads: None where all ranks read the same parameters in a step. Otherwise they are equal
+            once all have settled between the same steps, and this is how often a bucket was read
+            whose version was so many behind, by this number.
     """
 
-    equal_between_steps: bool
-    reads: Counter[int]
+    reads: Counter[int] | None
 
     def complete(self) -> None:
         """Send what backward didn't reach, as `end` does; the last update is installed before.

@@ -225,12 +225,13 @@ class Replica:
     @property
     def equal_between_steps(self) -> bool:
         """Whether all ranks read the same parameters in a step, without `synchronize`."""
-        return self._averaged is None and self._binding.access.equal_between_steps
+        return self._averaged is None and self._binding.access.reads is None
 
     @property
     def stale_reads(self) -> Counter[int]:
         """How often a bucket was read that was so many versions behind; empty where none is."""
-        return Counter() if self._averaged is not None else self._binding.access.reads
+        stale = None if self._averaged is not None else self._binding.access.reads
+        return Counter() if stale is None else stale
 
     def trained(self) -> TrainedParameters:
         """List the present trained parameters; raises as `TrainedParameters.of`."""

@@ -38,6 +38,6 @@ def test_a_way_has_accuracy_time_and_staleness_and_one_that_is_refused_its_reaso
     assert 0 <= float(accuracy) <= 100
     assert staleness.startswith("0: ")
     assert "server:stale=1: left out: paceline: " in out
-    assert "the options are staleness" in out
+    assert "must be an option, given once" in out
     (kept,) = (tmp_path / "results").iterdir()
     assert json.loads(kept.read_text())["images"] == 16

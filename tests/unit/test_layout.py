@@ -141,18 +141,18 @@ def test_without_servers_owners_are_contributors() -> None:
 @given(
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
     machines=MACHINES,
-    rooms=st.integers(1, 4),
+    slots=st.integers(1, 4),
     servers=st.integers(0, 3),
 )
-def test_no_two_rooms_overlap(
-    lengths: list[int], machines: list[int], rooms: int, servers: int
+def test_no_two_slots_overlap(
+    lengths: list[int], machines: list[int], slots: int, servers: int
 ) -> None:
-    specs = [BucketSpec(lengths=(n, 3), dtype=torch.float64, rooms=rooms) for n in lengths]
+    specs = [BucketSpec(lengths=(n, 3), dtype=torch.float64, slots=slots) for n in lengths]
     topology = Topology.of(machines).served_by(*["a server"] * servers)
     layout = lay_out(specs, topology)
     taken: list[tuple[int, int]] = []
-    for number in range(rooms):
-        taken += places(replace(layout, rooms=tuple((each[number],) for each in layout.rooms)))
+    for number in range(slots):
+        taken += places(replace(layout, slots=tuple((each[number],) for each in layout.slots)))
     taken = sorted(place for place in taken if place[0] < place[1])
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     assert all(end <= (layout.server_size if servers else layout.size) for _, end in taken)

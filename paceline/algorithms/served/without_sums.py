@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections import Counter
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from paceline.errors import ConfigError, Message
 class WithoutSums(DataParallel):
     """Data-parallel synchronizer that refuses what needs all workers' gradients of one step."""
 
-    equal_between_steps = False
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reads: Counter[int] = Counter()
 
     def reduce(self) -> None:
         """Refuse: no worker has the sums of a step."""
