@@ -6,6 +6,7 @@ each sample is trained once, and that all workers have the same weights where th
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import ledger
 from tests.harness.processes.command import Command, Result, all_end, run
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, load, requires_exact
 from tests.harness.processes.run_folders import events, write_net
@@ -193,6 +195,35 @@ def test_a_run_starts_from_the_checkpoint_of_another_mode_and_says_what_becomes_
         if mode == "average":
             assert "and each with its momenta." in ended.text
         former = name
+
+
+MEASURED = (
+    *("train", "--train_data", "null", "--image_size", "32", "--augment", "none", "--num_labels"),
+    *("3", "--run_id", "r", "--model", "net:slow", "--num_workers", "2", "--use_cpu"),
+    *("--batch_size", "24", "--epoch_size", "610", "--num_epochs", "2", "--shares", "measured"),
+    *("--sync", "server", "--num_servers", "1"),
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("staleness", ["2", "async"])
+def test_a_slow_worker_trains_fewer_samples_where_shares_are_measured(
+    tmp_path: Path, staleness: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_net(tmp_path)
+    (tmp_path / "slow").write_text("1 10")
+    ended = run(*MEASURED, "--staleness", staleness, folder=tmp_path)
+    assert ended.status == 0, ended.text
+    assert ledger.main([str(tmp_path / "runs/r"), "--json"]) == 0
+    for account in json.loads(capsys.readouterr().out)["accounts"]:
+        assert account["lost"] == account["twice"] == 0
+    cuts, others = (
+        [event["cuts"] for event in events(tmp_path / "runs/r", rank) if event["event"] == "step"]
+        for rank in range(2)
+    )
+    assert cuts == others  # all ranks decided alike
+    begin, between, end = cuts[-2]  # of a full batch
+    assert end - between < 0.5 * (between - begin)
 
 
 SCRIPT = """
