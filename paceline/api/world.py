@@ -201,6 +201,8 @@ class World:
     def merge(self) -> None:
         """Merge the ranks' weights at once, with sync="average"; otherwise as `settle`. Collective.
 
+        Asynchronous workers get the servers' present parameters, the same on all ranks.
+
         Afterwards the model has the merged weights, until the next step. Call it after the last
         step: a round may be incomplete then.
 
@@ -216,10 +218,13 @@ class World:
         assert replica is not None
 
         def merge() -> Tensor:
-            if replica.rounds is not None:
+            if replica.rounds is not None or not replica.equal_between_steps:
                 communicator = self._run.context.group("all", "steps")
                 require_same_call(communicator, call, "", f"{call}, which all ranks must call")
-            replica.settle(Weights.MERGED)
+            if replica.rounds is None:
+                replica.synchronize()
+            else:
+                replica.settle(Weights.MERGED)
             return torch.empty(0)
 
         with self._end.explained(call), self._run.context.activities.call(call):

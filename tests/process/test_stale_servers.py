@@ -269,3 +269,17 @@ def test_a_script_with_stale_workers_ends_an_epoch_with_equal_weights(
     first, second = (load(tmp_path / f"end.{rank}.pt") for rank in range(2))
     assert distance(first, second) == 0
     assert len(re.findall(r"reads [1-9]", ended.text)) == 2
+
+
+def test_asynchronous_workers_merge_after_a_break(tmp_path: Path) -> None:
+    step = "        steps += 1\n"
+    script = SCRIPT.replace(step, step + "        if steps % 4 == 3:\n            break\n")
+    script = script.replace("world.settle()", "world.merge()")
+    (tmp_path / "script.py").write_text(script)
+    words = ("launch", "-n", "2", "--num_servers", "1", "--", sys.executable, "script.py")
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    sync = "server:staleness=async"
+    ended = Command(*words, sync, "end", folder=tmp_path, environment=environment).wait()
+    assert ended.status == 0, ended.text
+    first, second = (load(tmp_path / f"end.{rank}.pt") for rank in range(2))
+    assert distance(first, second) == 0
