@@ -111,7 +111,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
     begun = folder.begun_as(config.identity())
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=begun)
     if folder.finished_as(config.identity()):
-        print_message(finished_sentence(run_id))
+        print_message(finished_sentence(run_id, folder.edits(config.identity())))
         if plan.machine == 0 and plan.machines > 1:
             if not folder.confirmed:  # by another machine, in a folder that all share
                 folder.finish()

@@ -141,7 +141,8 @@ def _work(config: TrainConfig, joined: Joined) -> None:
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):
         if group.rank == 0:
-            print_message(finished_sentence(config.world.run_id))
+            edited = folder.edits(config.identity())
+            print_message(finished_sentence(config.world.run_id, edited))
         return
     with folder:
         _prepare(config, joined, folder, anew=anew)

@@ -145,6 +145,18 @@ class RunFolder:
         decided = self._shard_id == 0 or self.confirmed
         return decided and is_finished(self.path) and not (known and difference(config, known))
 
+    def edits(self, config: Mapping[str, object]) -> list[str]:
+        """Return the hyperparameters that a start of the run would change, each with both values.
+
+        Args:
+            config: every flag that makes it this run, by name.
+        """
+        known = _read(self.path / CONFIG_NAME)
+        return [
+            f"--{name} {value} instead of {known.get(name)}"
+            for name, value in edits(known, config).items()
+        ]
+
     def begun_as(self, config: Mapping[str, object]) -> bool:
         """Return whether the run was started before, on this machine, with as many epochs.
 

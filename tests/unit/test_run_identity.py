@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster.supervision.supervisor import finished_sentence
 from paceline.config import train as config_train
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
@@ -237,4 +238,11 @@ def test_a_finished_run_is_finished_with_edited_hyperparameters_too(tmp_path: Pa
     folder = Folder(tmp_path / "r")
     folder.open(config_of())
     folder.finish()
-    assert folder.finished_as(config_of(momentum=0.8))
+    edited = config_of(momentum=0.8)
+    assert folder.finished_as(edited)
+    again = RunFolder(folder.path, shard_id=0)
+    assert again.edits(config_of().identity()) == []
+    assert finished_sentence("r", again.edits(edited.identity())) == (
+        "run r is finished; give another --run_id to train again. Nothing is trained with "
+        "--momentum 0.8 instead of 0.9."
+    )

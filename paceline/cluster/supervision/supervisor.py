@@ -31,9 +31,15 @@ RESUMES = "the same command resumes it"
 """What resumes a run, a clause."""
 
 
-def finished_sentence(run_id: str) -> str:
-    """Return the line that there is nothing to do."""
-    return f"run {run_id} is finished; give another --run_id to train again."
+def finished_sentence(run_id: str, edited: Sequence[str] = ()) -> str:
+    """Return the line that there is nothing to do.
+
+    Args:
+        run_id: of the run.
+        edited: hyperparameters that this start would change: "--momentum 0.5 instead of 0.9".
+    """
+    unused = f" Nothing is trained with {' and '.join(edited)}." if edited else ""
+    return f"run {run_id} is finished; give another --run_id to train again.{unused}"
 
 
 def saved_sentence(run: Path, steps: int | None = None, resumes: str = RESUMES) -> str:
