@@ -48,6 +48,13 @@ class Server:
                 raise ConfigError(
                     flag="staleness_lr", value=self.staleness_lr, rule="must be given or scale"
                 )
+            if self.staleness_lr == "scale" and self.staleness is not None:
+                raise ConfigError(
+                    flag="staleness_lr",
+                    value=self.staleness_lr,
+                    rule="only asynchronous updates have rates of their own",
+                    remedy="leave it out, or use staleness=None",
+                )
             if self.servers is not None:
                 whole("num_servers", self.servers, 1)
 

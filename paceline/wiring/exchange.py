@@ -20,7 +20,7 @@ from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
 from paceline.codecs.codecs import CODECS
-from paceline.comm.communicator import Communicator, total
+from paceline.comm.communicator import Communicator, require_same_call, total
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.context import GenerationContext, WindowSpec
@@ -189,9 +189,12 @@ def _asynchronous(
     context = options.context
     world = context.world
     communicator = context.group("all", "steps")
+    barrier = "a barrier of asynchronous workers"
 
     def mean(tensor: Tensor) -> Tensor:
-        return total(communicator, tensor, "a barrier of asynchronous workers") / world.size
+        # A rank that is elsewhere, after a `break` of its own say, is named instead of awaited.
+        require_same_call(communicator, barrier, "", barrier)
+        return total(communicator, tensor, barrier) / world.size
 
     made: DataParallel | None = None
     for worker in range(world.size):

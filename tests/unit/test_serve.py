@@ -296,6 +296,7 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
         ("server:servers=1,servers=2", "'servers=2' must be an option, given once"),
         ("server:stale=1", "'stale=1' must be an option, given once: servers=N, staleness=N"),
         ("server:staleness_lr=half", "staleness=async, staleness_lr=given or staleness_lr=scale."),
+        ("server:staleness=2,staleness_lr=scale", "only asynchronous updates have rates of their"),
         ("server:servers=0", "servers 0: must be a whole number of at least 1."),
         ("server:staleness=-1", "'staleness=-1' must be an option, given once"),
     ],
