@@ -135,7 +135,7 @@ class References:
         return self._undisturbed[servers]
 
     def continued(self, servers: int, start: int, workers: int, left: int) -> Mapping[str, Tensor]:
-        """Return the weights of a run that goes on from a step with the members that are left."""
+        """Return the weights of a run that continues from a step with the members that are left."""
         resume = ("--resume", str(self.undisturbed(servers).checkpoint(start)))
         name = f"from-{start}-{servers}-{workers}-{left}"
         if not (self._folder / name).exists():
