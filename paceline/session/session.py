@@ -258,9 +258,13 @@ class Session:
                     self.run.note(note, shown=self.run.leads)
         return self._replicas
 
-    def worker_speeds(self, *, measured: bool) -> WorkerSpeeds:
-        """Make what measures the ranks' speeds; their shares follow them if they are `measured`."""
-        return WorkerSpeeds(self.run, self.position, measured=measured)
+    def worker_speeds(self, *, measured: bool, usual_only: bool = False) -> WorkerSpeeds:
+        """Make what measures the ranks' speeds; their shares follow them if they are `measured`.
+
+        Args:
+            usual_only: as of `WorkerSpeeds`.
+        """
+        return WorkerSpeeds(self.run, self.position, measured=measured, usual_only=usual_only)
 
     def bind(
         self,

@@ -15,7 +15,7 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
-from paceline.algorithms.served.served_optimizer import ServedOptimizer
+from paceline.algorithms.served.served_optimizer import SERVED, ServedOptimizer
 from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
@@ -42,6 +42,7 @@ from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
 from paceline.server.found_servers import FoundServers, find_parameter_servers
 from paceline.update.batch_norm import BatchShare, RunningStatistics
+from paceline.update.divided_optimizer import require_divisible
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
@@ -384,6 +385,7 @@ def replicate(
     """
     servers = None
     if config.sync == "server":
+        require_divisible(optimizer, SERVED)  # before the wait for servers
         servers = find_parameter_servers(run, model, optimizer, config)
     groups = ExchangeGroups(run, model, config.sync, servers=servers)
     trained = TrainedParameters.of(model, optimizer)

@@ -25,7 +25,7 @@ SIGNATURES = {
     "trace_steps='', tracker='', seed=0, device=None, first_iter_timeout=None, timeout=None, "
     "peer_timeout=10.0, idle_timeout=None, default_group=False, mesh=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
-    "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='equal', "
+    "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "
     "sync_bn=False, buffers='broadcast')",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
