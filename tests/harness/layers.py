@@ -23,6 +23,7 @@ LAYERS = (
     "run",
     "snapshots",
     "replica",
+    "parallel",
     "algorithms",
     "update",
     "reduce",
