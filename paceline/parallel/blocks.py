@@ -65,7 +65,11 @@ def block_paths(model: nn.Module, names: Sequence[str] | None = None) -> list[st
 
 
 def _paths(module: nn.Module | None, path: str) -> Iterator[str]:
-    if module is not None and type(module).forward is nn.Sequential.forward and len(module._modules):
+    if (
+        module is not None
+        and type(module).forward is nn.Sequential.forward
+        and len(module._modules)
+    ):
         for name, child in module._modules.items():
             yield from _paths(child, f"{path}.{name}")
     else:

@@ -11,7 +11,7 @@ computes the gradients between layers again. So ZB-H1 costs that much more compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -61,7 +61,7 @@ class Interpreter:
 
     Args:
         part: runs the stage's blocks.
-        parameters: of the stage, which get gradients.
+        parameters: lists what gets gradients.
         link: connects the stages; None: there is one stage.
         first, last: whether this stage is.
         batch: the microbatches.
@@ -74,7 +74,7 @@ class Interpreter:
     def __init__(
         self,
         part: Callable[[Any], Any],
-        parameters: Sequence[Tensor],
+        parameters: Callable[[], Iterable[Tensor]],
         link: StageLink | None,
         *,
         first: bool,
@@ -97,7 +97,9 @@ class Interpreter:
 
     def run(self, tasks: Sequence[Task], releases: Releases, clock: Callable[[], int]) -> None:
         """Run the tasks; the last backward of parameters lets their gradients be exchanged."""
-        weights = [n for n, task in enumerate(tasks) if task.kind in ("backward", "backward_weight")]
+        weights = [
+            n for n, task in enumerate(tasks) if task.kind in ("backward", "backward_weight")
+        ]
         accumulating = set(weights[:-1])
         for number, task in enumerate(tasks):
             begin = clock()
@@ -147,10 +149,10 @@ class Interpreter:
         self._send_gradients(m, [next(found) if x.requires_grad else None for x in self._inputs[m]])
 
     def _backward_weight(self, m: int) -> None:
-        self._differentiate(m, self._parameters)
+        self._differentiate(m, self._parameters())
         self._inputs.pop(m)
 
-    def _differentiate(self, m: int, inputs: Sequence[Tensor] | None = None) -> None:
+    def _differentiate(self, m: int, inputs: Iterable[Tensor] | None = None) -> None:
         """Accumulate gradients, and let go of a microbatch's graph."""
         ends, gradients = self._differentiable(m)
         del self._ends[m], self._gradients[m]

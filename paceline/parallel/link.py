@@ -49,7 +49,9 @@ class StageLink:
         waited: nanoseconds that the last `receive` has waited.
     """
 
-    def __init__(self, context: GenerationContext, room_bytes: int, tied_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, context: GenerationContext, room_bytes: int, tied_bytes: Sequence[int]
+    ) -> None:
         group = context.along("stage")
         self.room_bytes = room_bytes
         self.waited = 0
@@ -114,7 +116,9 @@ class StageLink:
 
     def sum_tied(self, index: int, own: Tensor, stages: Sequence[int], batch: int) -> Tensor:
         """Return the sum of a tied weight's gradients over its stages, in their order."""
-        at = [self._tied_at[index] + stage * _aligned(own.nbytes) for stage in range(len(self._ranks))]
+        at = [
+            self._tied_at[index] + stage * _aligned(own.nbytes) for stage in range(len(self._ranks))
+        ]
         dense = own.cpu().contiguous()
         with self._named():
             for stage in stages:
@@ -151,9 +155,7 @@ class StageLink:
                 )
             except CommTimeout:
                 peer = f"rank {self._ranks[stage]} (stage {stage})"
-                raise timed_out(
-                    self._context.world.rank, self._limit, peer, operation
-                ) from None
+                raise timed_out(self._context.world.rank, self._limit, peer, operation) from None
 
     @contextmanager
     def _named(self) -> Iterator[None]:

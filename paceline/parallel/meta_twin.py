@@ -62,9 +62,7 @@ class MetaTwin:
         glue: what is between the children.
     """
 
-    def __init__(
-        self, model: nn.Module, parts: Sequence[Mapping[str, Any]], glue: Glue
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Mapping[str, Any]], glue: Glue) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
         self._whole = copy.deepcopy(model, memo)

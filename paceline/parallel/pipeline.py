@@ -11,7 +11,7 @@ the world has its own link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -64,13 +64,17 @@ class Pipeline:
         return self  # a copy of the stage's module is of the same stage
 
     def train(
-        self, part: Callable[[Any], Any], parameters: Sequence[Tensor], x: Tensor, y: Tensor
+        self,
+        part: Callable[[Any], Any],
+        parameters: Callable[[], Iterable[Tensor]],
+        x: Tensor,
+        y: Tensor,
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the mean loss, as float64.
 
         Args:
             part: runs this stage's blocks.
-            parameters: theirs.
+            parameters: lists theirs.
             x: the batch, the same on all stages.
             y: its labels.
         """
@@ -94,7 +98,9 @@ class Pipeline:
             self.tied.restore()
         self.times = interpreter.times
         outputs = interpreter.outputs
-        loss = torch.stack([outputs[m] for m in sorted(outputs)]).sum().double() if outputs else None
+        loss = (
+            torch.stack([outputs[m] for m in sorted(outputs)]).sum().double() if outputs else None
+        )
         if self._link is None:
             assert loss is not None
             return loss
@@ -106,7 +112,7 @@ class Pipeline:
     def evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
         """Return the model's output for a batch, on all stages."""
         boundaries = self._boundaries(_EVALUATION, x)
-        interpreter = self._interpreter(part, (), x, boundaries, ())
+        interpreter = self._interpreter(part, tuple, x, boundaries, ())
         tasks = [Task("forward", m) for m in range(len(boundaries))]
         interpreter.run(tasks, self.releases, self.run.timeline.clock)
         outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
@@ -115,7 +121,9 @@ class Pipeline:
         tensors = _tensors(_joined(outputs)) if outputs else None
         of_last = [each[-1] for each in boundaries]
         shared = [
-            self._share(None if tensors is None else tensors[n], [each.specs[n] for each in of_last])
+            self._share(
+                None if tensors is None else tensors[n], [each.specs[n] for each in of_last]
+            )
             for n in range(len(of_last[0].specs))
         ]
         shared = [tensor.to(x.device) for tensor in shared]
@@ -144,7 +152,7 @@ class Pipeline:
     def _interpreter(
         self,
         part: Callable[[Any], Any],
-        parameters: Sequence[Tensor],
+        parameters: Callable[[], Iterable[Tensor]],
         x: Tensor,
         boundaries: Sequence[Sequence[Boundary]],
         losses: Sequence[Callable[[Any], Tensor]],

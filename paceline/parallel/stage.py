@@ -1,20 +1,21 @@
 """Module of one stage: some blocks of a model, under their names in it.
 
-    loss = model.train_batch(x, y)      all microbatches, forward and backward
-    output = model(x)                   an evaluation
-    model.whole_state_dict()            the parts of all stages
+loss = model.train_batch(x, y)      all microbatches, forward and backward
+output = model(x)                   an evaluation
+model.whole_state_dict()            the parts of all stages
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import gather_bytes, total
@@ -67,7 +68,7 @@ class Stage(nn.Module):
         """
         self._in_batch = True
         try:
-            return self._pipeline.train(self, [*self.parameters()], x, y)
+            return self._pipeline.train(self, self.parameters, x, y)
         finally:
             self._in_batch = False
 
@@ -122,20 +123,26 @@ class Stage(nn.Module):
 def _checkpoint_contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _kept_statistics(module)
+    return nullcontext(), _KeptStatistics(module)
 
 
-@contextmanager
-def _kept_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorms run once more without a second update of their running statistics."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    earlier = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = None
-    try:
-        yield
-    finally:
-        for norm, momentum, batches in earlier:
+class _KeptStatistics:
+    """Context in which BatchNorms run once more without a second update of their statistics.
+
+    It can be entered several times, one after the other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+        self._earlier: list[tuple[float | None, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._earlier = [(norm.momentum, norm.num_batches_tracked) for norm in self._norms]
+        for norm in self._norms:
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None
+
+    def __exit__(self, *_: object) -> None:
+        for norm, (momentum, batches) in zip(self._norms, self._earlier, strict=True):
             norm.momentum = momentum
             norm.num_batches_tracked = batches

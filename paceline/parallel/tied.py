@@ -51,9 +51,7 @@ class TiedWeights:
     def divert(self) -> None:
         """Let the stage's modules read leaves in place of the weights, until `release`."""
         if not self._leaves:
-            self._leaves = {
-                p: p.detach().requires_grad_(p.requires_grad) for _, p, _ in self._own
-            }
+            self._leaves = {p: p.detach().requires_grad_(p.requires_grad) for _, p, _ in self._own}
             for parameters, name, p in self._places:
                 parameters[name] = self._leaves[p]  # type: ignore[assignment]
 
