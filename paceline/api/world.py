@@ -12,7 +12,7 @@ or an evaluation, belongs to the earlier epoch and is repeated if the run stops 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +74,26 @@ class World:
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
         return self._run.context.world.local_world_size
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """The number of processes along each axis: "data", the replicas; "stage"; "tensor"."""
+        return self._run.context.mesh.lengths
+
+    def coordinate(self, axis: str) -> int:
+        """Return this process's place along an axis of the mesh, from 0: its stage, say.
+
+        Processes that differ in "stage" or "tensor" alone share one replica of the model; the
+        loader gives them the same samples. After a loss, "data" is counted anew.
+
+        Raises:
+            ConfigError: the mesh has no such axis.
+        """
+        if axis not in self.mesh:
+            raise ConfigError(
+                f"world.coordinate({axis!r}) was called, but the axes are {', '.join(self.mesh)}."
+            )
+        return self._run.context.along(axis).rank
 
     @property
     def device(self) -> torch.device:
