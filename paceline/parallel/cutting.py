@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ BATCH_NORM = (
     "process that runs the same microbatches one after the other."
 )
 """What a pipeline says about a model with batch statistics."""
+_CALL = "paceline.stages()"
 
 
 def cut_model(
@@ -53,32 +54,17 @@ def cut_model(
     group = run.context.along("stage")
     tasks = make_schedule(schedule, group.size, microbatches)
     paths = block_paths(model, blocks)
-    if len(paths) < group.size:
-        raise ConfigError(
-            f"the mesh has {many(group.size, 'stage')}, but the model has {many(len(paths), 'block')}: "
-            "use fewer stages, or a model whose blocks are divided further."
-        )
     glue = glue_of(model)
-    if cuts is not None and (isinstance(cuts, str) or len(cuts) != group.size - 1):
-        raise ConfigError(
-            f"cuts is {cuts!r}, but the mesh has {many(group.size, 'stage')}: give a list of the "
-            f"{many(group.size - 1, 'block')} at which the stages but the first begin, or leave it out."
-        )
+    _require(cuts, paths, group.size)
     if cuts is None:
-        part = None if example is None else example[: -(-len(example) // microbatches)]
-        cuts = _choose(model, paths, glue, part, run, report) if group.size > 1 else ()
+        first = None if example is None else example[: -(-len(example) // microbatches)]
+        cuts = _choose(model, paths, glue, first, run, report) if group.size > 1 else ()
     if group.size > 1:
-        communicator = run.context.group("stage", "steps")
         given = f"cuts={[*cuts]}, schedule={schedule!r}, microbatches={microbatches}"
-        call = "paceline.stages()"
-        require_same_call(communicator, call, given, call, remedy="pass the same on all stages")
+        communicator = run.context.group("stage", "steps")
+        require_same_call(communicator, _CALL, given, _CALL, remedy="pass the same on all stages")
     parts = [take_part(model, some) for some in cut_paths(paths, cuts)]
-    for number, part in enumerate(parts):
-        if not any(True for m in part.values() if m is not None for p in m.parameters()):
-            raise ConfigError(
-                f"stage {number} has {', '.join(part)}, which has no parameters to train: cut the "
-                "model so that each stage has some."
-            )
+    _require_parameters(parts)
     runs = [*parts[group.rank]]
     keys = [*model.state_dict()]
     twin = MetaTwin(model, parts, glue)
@@ -108,6 +94,30 @@ def cut_model(
         stage._buffers.update(model._buffers)
         stage._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
     return stage.train(model.training)
+
+
+def _require(cuts: Sequence[str] | None, paths: Sequence[str], stages: int) -> None:
+    """Require that there are as many cuts, and blocks enough, as the mesh has stages."""
+    given = f"the mesh has {many(stages, 'stage')}"
+    if len(paths) < stages:
+        raise ConfigError(
+            f"{given}, but the model has {many(len(paths), 'block')}: use fewer stages, or a model "
+            "whose blocks are divided further."
+        )
+    if cuts is not None and (isinstance(cuts, str) or len(cuts) != stages - 1):
+        raise ConfigError(
+            f"cuts is {cuts!r}, but {given}: give a list of the {many(stages - 1, 'block')} at "
+            "which the stages but the first begin, or leave it out."
+        )
+
+
+def _require_parameters(parts: Sequence[Mapping[str, nn.Module | None]]) -> None:
+    for number, part in enumerate(parts):
+        if not any(True for m in part.values() if m is not None for _ in m.parameters()):
+            raise ConfigError(
+                f"stage {number} has {', '.join(part)}, which has no parameters to train: cut the "
+                "model so that each stage has some."
+            )
 
 
 def _choose(

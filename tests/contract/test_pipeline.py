@@ -96,9 +96,7 @@ def test_stages_equal_one_process(schedule: str, stages: int, extra: int) -> Non
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_of_several_batches_accumulate(schedule: str) -> None:
     data = batches(8, 8, 6, 6)
-    require_equal(
-        mlp(), 2, data=data, accumulates=2, microbatches=2, cuts=["3"], schedule=schedule
-    )
+    require_equal(mlp(), 2, data=data, accumulates=2, microbatches=2, cuts=["3"], schedule=schedule)
 
 
 def test_a_batch_that_is_smaller_than_the_microbatches_trains_one_sample_each() -> None:

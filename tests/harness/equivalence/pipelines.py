@@ -1,7 +1,7 @@
 """Pipelines in one process: ranks are threads, and so is what connects them; and their reference.
 
-    pipeline = Pipelines(stages=2, replicas=2)
-    results = pipeline.on_ranks(function)       function(rank) of a `PipelineRank`
+pipeline = Pipelines(stages=2, replicas=2)
+results = pipeline.on_ranks(function)       function(rank) of a `PipelineRank`
 """
 
 from __future__ import annotations
