@@ -251,7 +251,7 @@ class World:
             self._loop.call_on_all_ranks(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks; collective.
+        """Return the sum of a tensor over all ranks, or over replicas of several; collective.
 
         Args:
             tensor: of the same shape and dtype on all ranks.
@@ -419,7 +419,7 @@ class World:
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
                     with context.activities.call(call):
-                        require_same_call(context.group("all", "steps"), call, "", what)
+                        require_same_call(context.group("data", "steps"), call, "", what)
                 steps.save(together=False)
             except CommError as error:
                 return self._loop.lose_between_steps(error)
@@ -500,7 +500,8 @@ class World:
         evaluated = 0 if loop.rollback.entered else loop.evaluated
         own = LastState(steps=self.steps, code=code_of(checksums), used=used, evaluated=evaluated)
         report = print_message_for_scripts
-        return post_and_compare(joined.store, joined.group, own, checksums, report)
+        group = self._run.context.along("data")
+        return post_and_compare(joined.store, group, own, checksums, report)
 
     def __enter__(self) -> Self:
         return self

@@ -148,7 +148,12 @@ class GenerationContext:
         own = self.device.type == "cuda" and self.world.size > 1
         reporting = self.group("all", "summaries" if own else "steps")
         self.summaries = StepSummaries(
-            reporting, self.device, self.limits, self.activities, self.timeline
+            reporting,
+            self.device,
+            self.limits,
+            self.activities,
+            self.timeline,
+            replicas=self.mesh.lines("data"),
         )
         return self
 
@@ -156,6 +161,11 @@ class GenerationContext:
         """Place the same ranks in the run: their generation has its number now."""
         self.world = replace(self.world, generation=generation)
         self._along.clear()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples and sums count: it is the first one of its replica."""
+        return self.along("data").ranks[0] == 0
 
     def along(self, axis: str) -> Group:
         """Return the ranks along an axis, at this rank's place on the others.
