@@ -3,10 +3,10 @@
 By default glibc returns freed memory to the kernel, which zeroes it again page by page: 25,000 page
 faults in a step of a ResNet-50 on a core, a fifth of its time.
 
-What is kept has holes. glibc cuts aligned memory, such as a tensor's, from a larger piece, so a hole
-of exactly its size isn't used again. In the first steps, while momenta and copies are made between
-gradients that come and go, the holes grow to once or twice the weights. They stay where they are
-from then on, so their pages go back to the kernel by a few trims (malloc_trim(3)).
+What is kept has holes. glibc cuts aligned memory, such as a tensor's, from a larger piece, so a
+hole of exactly its size isn't used again. In the first steps, while momenta and copies are made
+between gradients that come and go, the holes grow to once or twice the weights. They stay where
+they are from then on, so their pages go back to the kernel by a few trims (malloc_trim(3)).
 """
 
 from __future__ import annotations
