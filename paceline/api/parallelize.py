@@ -48,7 +48,7 @@ def parallelize(
     transport: str = "tcp",
     connections: int = 0,
     bucket_mb: float = 0.0,
-    shares: str = "equal",
+    shares: str = "auto",
     sync_bn: bool = False,
     buffers: str = "broadcast",
 ) -> tuple[Model, AnyOptimizer]:
@@ -83,9 +83,11 @@ def parallelize(
             "notified"; 0: one, or the number that "auto" selects.
         bucket_mb: the size of a bucket, the unit of communication, in MiB; 0: the default of the
             method, or the size that "auto" selects.
-        shares: how the ranks divide the loader's global batches: "equal"; or "measured", in
-            proportion to each rank's measured speed, on CPUs and the same for all models. The
-            result is that of equal shares, up to the order of summation.
+        shares: how the ranks divide the loader's global batches: "equal"; "measured", in
+            proportion to each rank's measured speed, on CPUs and the same for all models, with the
+            result of equal shares, up to the order of summation; or "auto": measured with
+            staleness None, where a step trains one batch whose samples the loader counts, else
+            equal.
         sync_bn: compute BatchNorm's statistics over the global batch. Torch's `SyncBatchNorm`
             layers do that in any case.
         buffers: what becomes of buffers in the state dict that a model computes from its samples,
@@ -142,7 +144,7 @@ def parallelize(
         whole = pairs[0].model
         number = f" {len(world._models.pairs) + 1}" if world._models.pairs else ""
         world._session.agree(
-            f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}
+            f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}, "data"
         )
         facts = {} if average is None else average.facts()
         kinds = ", ".join(type(one).__name__ for one in optimizers)
@@ -150,7 +152,7 @@ def parallelize(
             f"optimizer{number}",
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
-        world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers))
+        world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers), "data")
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             refuse_stale(config, {"sync_bn": True})
@@ -213,7 +215,7 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
     config = SyncConfig(**arguments)
     check_shares(config, world._run.context.along("data").size)
     pairs = world._models.pairs
-    if pairs and pairs[0].config.shares != config.shares:
+    if pairs and pairs[0].config.measures_shares is not config.measures_shares:
         raise ConfigError(
             f"shares is {config.shares!r}, but was {pairs[0].config.shares!r} in an earlier "
             "call of paceline.parallelize(): all models train the same batches; pass the same."

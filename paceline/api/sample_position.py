@@ -50,6 +50,7 @@ class SamplePosition:
             batch.
         saved_draw: of the checkpoint, the order that a sampler has drawn, or None.
         measured: whether the ranks' shares of the loader's batches follow their speeds.
+        must_divide: whether the script has asked for that, so that the loader must divide batches.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class SamplePosition:
         self.position = position
         self._errors = CellErrors(interactive=False) if errors is None else errors
         self.iterating = self.left_early = False
-        self.begun = self.several = self.measured = False
+        self.begun = self.several = False
+        self.measured = self.must_divide = False
         self._trained: BatchSlice | None = None  # by the last step, if another may train it too
         self._saved = False  # since the last step
         self._run = run
@@ -256,7 +258,7 @@ class SamplePosition:
         self.begun = True
         samples = None if samples is None else _whole(samples)
         weight = None if weight is None else _finite(weight)
-        if self.measured:
+        if self.must_divide:
             self._require_dividable(samples)
         if self.order is None and self.stream is None:
             return self._slice_without_loader(samples, weight), ()
@@ -379,7 +381,7 @@ class SamplePosition:
                 "their samples differently among the ranks, as at the end of a stream: give each "
                 'a world.step() of its own, or pass uneven="shortest" and drop_last=True.'
             )
-        if self.measured and any(_parts(each) != _parts(last) for each in self.waiting):
+        if self.must_divide and any(_parts(each) != _parts(last) for each in self.waiting):
             raise ConfigError(
                 f"the batches accumulated in the step that ends at position {last.last} divide "
                 "their samples differently among the ranks, as a short last batch does with "

@@ -101,8 +101,15 @@ class ScriptModels:
         self.replica = training.replica
         self.models = [pair.model for pair in everything if pair.scope.first]
         self._position.several = len(replicas) > 1
-        self._position.measured = everything[0].config.shares == "measured"
-        speeds = session.worker_speeds(measured=self._position.measured)
+        config = everything[0].config
+        self._position.measured = config.measures_shares
+        self._position.must_divide = config.shares == "measured"
+        speeds = session.worker_speeds(
+            measured=config.measures_shares,
+            # A script that didn't ask for measured shares isn't refused because it counts its
+            # samples itself, or accumulates over a short batch: its shares stay equal.
+            usual_only=config.shares != "measured",
+        )
         checks = self._first_step_checks(training)
         session.bind(training, speeds, first_step_checks=checks)
         return training
@@ -145,7 +152,8 @@ class ScriptModels:
 
     def _first_step_checks(self, training: Training) -> FirstStepChecks | None:
         session = self._session
-        if session.run.context.world.size == 1:
+        mesh = session.run.context.mesh
+        if mesh.divided or mesh.lengths["data"] == 1:  # a stage knows no batch, or no loss
             return None
         checks = FirstStepChecks(
             session.run,

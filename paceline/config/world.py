@@ -162,7 +162,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "wire": ("fp32", "bf16", "int8"),
     "update": ("replicated", "sharded"),
     "transport": ("tcp", "nixl"),
-    "shares": ("equal", "measured"),
+    "shares": ("auto", "equal", "measured"),
 }
 """Values of the options of an exchange; the first of each is the default."""
 
@@ -254,11 +254,12 @@ class SyncConfig:
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
     default (allreduce: 8; notified: 4, with --wire bf16 or int8 8; server: 1; average: 4)."""
 
-    shares: Shares = "equal"
+    shares: Shares = "auto"
     """How the workers divide the global batch. equal: all train as many samples. measured: in
     proportion to each worker's measured speed, so that all need equally long for a step; the result
     is that of equal shares, up to the order of summation. Shares change a few steps after a speed
-    has changed. Not with GPUs, with one worker, or with --sync average."""
+    has changed. Not with GPUs, with one worker, or with --sync average. auto: measured with
+    --staleness async, where each worker trains as many samples as its speed allows; else equal."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")
@@ -350,6 +351,12 @@ class SyncConfig:
     def stale(self) -> bool:
         """Whether workers may be in different steps."""
         return self.versions_behind != 0
+
+    @property
+    def measures_shares(self) -> bool:
+        """Whether the workers' shares of the global batch follow their speeds."""
+        asynchronous = self.sync == "server" and self.staleness == ASYNCHRONOUS
+        return self.shares == "measured" or (self.shares == "auto" and asynchronous)
 
     @property
     def put_options(self) -> list[str]:

@@ -567,6 +567,8 @@ class Steps:
         outcome = self._replica.stepped | self._continued
         self._continued = 0
         self._stepped[number] = outcome
+        if not self.run.context.counts:
+            sums = torch.zeros_like(sums)  # the first rank of the replica has its values
         self.run.context.summaries.send(
             number,
             sums,
@@ -653,9 +655,14 @@ class Steps:
                 raise
 
     def _seed_torch(self, purpose: int, number: int) -> int:
-        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank)."""
-        rank = self.run.context.along("data").rank
-        word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
+        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank, stage).
+
+        Tensor ranks, which compute the same layers, have the same one.
+        """
+        context = self.run.context
+        stage = context.along("stage").rank if context.mesh.divided else 0
+        base = splitmix.base(self._seed, purpose, number, *([stage] if stage else []))
+        word = splitmix.word(base, context.along("data").rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(word)

@@ -39,6 +39,8 @@ class WorkerSpeeds:
         run: the run, whose recorder receives events `speeds`, and notes for the user.
         position: of the run, which holds the shares.
         measured: the shares follow the speeds; otherwise they are equal.
+        usual_only: steps whose weight a script gives, or which accumulate several batches, show
+            nothing of the speeds that shares follow.
 
     Attributes:
         measured: whether the shares follow the speeds.
@@ -52,10 +54,12 @@ class WorkerSpeeds:
         position: Position,
         *,
         measured: bool,
+        usual_only: bool = False,
     ) -> None:
         self._run = run
         self._position = position
         self.measured = measured
+        self._usual_only = measured and usual_only
         self.batch_size = 0
         self._rule: ShareRule | None = None
         self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
@@ -93,11 +97,12 @@ class WorkerSpeeds:
         """Return what this rank reports at the end of a step: its own time in ms, (ranks,).
 
         It is 0 where the step shows nothing of the rank's speed: in the first one that is measured,
-        and in that of a short batch.
+        in that of a short batch, and in one that isn't usual where only those count.
         """
         own = self._run.timeline.own_seconds()
         milliseconds = [0.0] * self._run.context.along("data").size
-        if self._began is not None and batch.global_count == self.batch_size:
+        counts = batch.fraction is None or not self._usual_only
+        if counts and self._began is not None and batch.global_count == self.batch_size:
             milliseconds[batch.rank] = max(1000 * (own - self._began), 1e-3)
         self._began = own
         return milliseconds
@@ -215,7 +220,8 @@ class WorkerSpeeds:
         return slowest if differ else None
 
     def _describe(self, rank: int) -> str:
-        return self._run.context.world.generation.describe(rank)
+        context = self._run.context
+        return context.world.generation.describe(context.along("data").ranks[rank])
 
     def _say(self, note: Message) -> None:
         if self._run.leads:

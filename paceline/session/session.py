@@ -36,6 +36,7 @@ from paceline.cluster.supervision.supervisor import save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
 from paceline.errors import ServerLost
+from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
 from paceline.observe.event_file import EventFile
@@ -63,6 +64,7 @@ from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.timeline.trace import Trace
 from paceline.wiring.average import average_weights
+from paceline.wiring.connections import refuse_divided
 from paceline.wiring.exchange import replicate, replicate_grouped
 from paceline.wiring.pairs import Pair
 
@@ -86,6 +88,7 @@ class Session:
         signals: requests to stop; where the run survives losses, they end it on all machines.
         notes: phrases and shows what the user is to know.
         resources: closes what the session opens, in reverse order of opening.
+        builder: has the mesh of each generation.
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
@@ -106,6 +109,7 @@ class Session:
     signals: StopSignals
     notes: Notes
     resources: ExitStack
+    builder: Builder = field(default_factory=Builder)
     run: Run = field(init=False)
     start: Start = field(default_factory=Start, init=False)
     position: Position = field(default_factory=Position, init=False)
@@ -145,7 +149,9 @@ class Session:
             membership = watch_peers(
                 group, store, self.resources, options=self.silence, limit=limit, report=report
             )
-        run = connect_run(group, store, self.device, self.timeouts, membership, self.notes)
+        run = connect_run(
+            group, store, self.device, self.timeouts, membership, self.notes, self.builder
+        )
         self.run = self.resources.enter_context(run)
 
     def resume(self) -> None:
@@ -192,8 +198,8 @@ class Session:
             self.backup = SnapshotBackup(self.run.membership)
             self.resources.callback(self.backup.close)
 
-    def agree(self, subject: str, facts: Mapping[str, object]) -> None:
-        """Require the same facts on all ranks; collective, once per subject.
+    def agree(self, subject: str, facts: Mapping[str, object], axis: str = "all") -> None:
+        """Require the same facts on all ranks along an axis; collective, once per subject.
 
         Raises:
             ConfigError: two ranks differ; names both values.
@@ -204,7 +210,7 @@ class Session:
         assert store is not None
         compare(
             store,
-            context.world,
+            context.along(axis),
             subject,
             {name: str(value) for name, value in facts.items()},
             timeout=self.timeouts[0],
@@ -231,6 +237,8 @@ class Session:
             ConfigError: a model or optimizer can't be exchanged.
             CommError: a peer was lost, or silent.
         """
+        for pair in pairs:
+            refuse_divided(pair.config.sync, self.run.context.mesh)
         known = len(self._replicas)
         for replica in self._replicas:
             replica.drain()
@@ -250,9 +258,13 @@ class Session:
                     self.run.note(note, shown=self.run.leads)
         return self._replicas
 
-    def worker_speeds(self, *, measured: bool) -> WorkerSpeeds:
-        """Make what measures the ranks' speeds; their shares follow them if they are `measured`."""
-        return WorkerSpeeds(self.run, self.position, measured=measured)
+    def worker_speeds(self, *, measured: bool, usual_only: bool = False) -> WorkerSpeeds:
+        """Make what measures the ranks' speeds; their shares follow them if they are `measured`.
+
+        Args:
+            usual_only: as of `WorkerSpeeds`.
+        """
+        return WorkerSpeeds(self.run, self.position, measured=measured, usual_only=usual_only)
 
     def bind(
         self,

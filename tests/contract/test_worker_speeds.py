@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -48,6 +48,7 @@ class Rank:
         position: Position | None = None,
         *,
         measured: bool = True,
+        usual_only: bool = False,
     ) -> None:
         self.costs, self.rank = costs, communicator.rank
         self.position = position or Position()
@@ -58,14 +59,20 @@ class Rank:
             self.run,
             self.position,
             measured=measured,
+            usual_only=usual_only,
         )
         self.speeds.batch_size = ORDER.batch_size
 
-    def train(self, steps: int) -> list[tuple[int, ...]]:
-        """Make steps; return the number of samples of each rank in each of them."""
+    def train(self, steps: int, fraction: float | None = None) -> list[tuple[int, ...]]:
+        """Make steps; return the number of samples of each rank in each of them.
+
+        Args:
+            fraction: the weight that a script gives to this rank's loss; None: by its samples.
+        """
         summaries, made = self.run.context.summaries, []
         for number in range(self.position.number, self.position.number + steps):
             place = ORDER.place(0, number, self.rank, len(self.costs), self.speeds.shares(number))
+            place = replace(place, fraction=fraction)
             counts = tuple(b - a for a, b in zip(place.cuts, place.cuts[1:], strict=False))
             for summary in summaries.receive(before=number - 1):
                 if summary.times:
@@ -94,6 +101,16 @@ def test_all_ranks_place_the_same_shares_by_speed(costs: tuple[float, ...]) -> N
     changed = [number for number in range(1, 60) if first[number] != first[number - 1]]
     assert 1 <= len(changed) <= 3
     assert changed[0] <= UNTIMED + 10
+
+
+@pytest.mark.parametrize(("usual_only", "measured"), [(True, False), (False, True)])
+def test_steps_that_a_script_weights_move_shares_only_where_it_asked_for_them(
+    usual_only: bool, measured: bool
+) -> None:
+    def work(communicator: Communicator) -> list[tuple[int, ...]]:
+        return Rank(communicator, (1.0, 3.0), usual_only=usual_only).train(60, fraction=0.5)
+
+    assert run_ranks(2, work)[0][-1] == ((48, 16) if measured else (32, 32))
 
 
 def test_a_speed_that_changes_moves_the_shares_within_ten_steps() -> None:

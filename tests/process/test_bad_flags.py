@@ -137,8 +137,8 @@ FLAGS = {
     ),
     "shares that there aren't": Bad(
         command="--shares halves",
-        message=r"invalid choice 'halves' for argument '--shares'. Expected one of \('equal', "
-        r"'measured'\).",
+        message=r"invalid choice 'halves' for argument '--shares'. Expected one of \('auto', "
+        r"'equal', 'measured'\).",
     ),
     "a tracker that there isn't": Bad(
         command="--tracker tensorboard,comet",

@@ -200,19 +200,23 @@ def test_a_run_starts_from_the_checkpoint_of_another_mode_and_says_what_becomes_
 MEASURED = (
     *("train", "--train_data", "null", "--image_size", "32", "--augment", "none", "--num_labels"),
     *("3", "--run_id", "r", "--model", "net:slow", "--num_workers", "2", "--use_cpu"),
-    *("--batch_size", "24", "--epoch_size", "610", "--num_epochs", "2", "--shares", "measured"),
+    *("--batch_size", "24", "--epoch_size", "610", "--num_epochs", "2"),
     *("--sync", "server", "--num_servers", "1"),
 )
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("staleness", ["2", "async"])
+@pytest.mark.parametrize(
+    "words",
+    [("--staleness", "2", "--shares", "measured"), ("--staleness", "async")],
+    ids=["bounded", "asynchronous"],
+)
 def test_a_slow_worker_trains_fewer_samples_where_shares_are_measured(
-    tmp_path: Path, staleness: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_net(tmp_path)
     (tmp_path / "slow").write_text("1 10")
-    ended = run(*MEASURED, "--staleness", staleness, folder=tmp_path)
+    ended = run(*MEASURED, *words, folder=tmp_path)
     assert ended.status == 0, ended.text
     assert ledger.main([str(tmp_path / "runs/r"), "--json"]) == 0
     for account in json.loads(capsys.readouterr().out)["accounts"]:
@@ -271,10 +275,11 @@ def test_a_script_with_stale_workers_ends_an_epoch_with_equal_weights(
     assert len(re.findall(r"reads [1-9]", ended.text)) == 2
 
 
-def test_asynchronous_workers_merge_after_a_break(tmp_path: Path) -> None:
+def test_asynchronous_workers_that_count_their_samples_merge_after_a_break(tmp_path: Path) -> None:
     step = "        steps += 1\n"
     script = SCRIPT.replace(step, step + "        if steps % 4 == 3:\n            break\n")
     script = script.replace("world.settle()", "world.merge()")
+    script = script.replace("world.step()", "world.step(samples=len(x))")
     (tmp_path / "script.py").write_text(script)
     words = ("launch", "-n", "2", "--num_servers", "1", "--", sys.executable, "script.py")
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}

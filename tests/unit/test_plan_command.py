@@ -115,13 +115,12 @@ def test_the_flag_has_the_names_of_the_schedules() -> None:
         ("--stages 0", "--stages 0: must be at least 1."),
         ("--stages 4 --microbatches 3", "--microbatches 3: must be at least the number of stages"),
         ("--stages 2 --microbatches 60000", "--microbatches 60000: a step of 120,000 forward"),
-        ("--stages 3 --forward_ms 1 2", "--forward_ms 1 2: give one value for all, or 3: there"),
-        ("--stages 3 --transfer_ms 1 2 3", "--transfer_ms 1 2 3: give one value for all, or 2"),
+        ("--stages 3 --forward_ms 1 2", "--forward_ms 1 2: give one value, or 3: there"),
+        ("--stages 3 --transfer_ms 1 2 3", "--transfer_ms 1 2 3: give one value, or 2: there"),
         ("--stages 2 --forward_ms 0", "--forward_ms 0.0: must be greater than 0"),
         ("--stages 2 --backward_ms 1 nan", "--backward_ms nan: must be greater than 0"),
         ("--stages 2 --weight_ms 2", "--weight_ms 2.0: must be at least 0 and less than 2.0"),
         ("--stages 2 --transfer_ms -1", "--transfer_ms -1.0: must be at least 0"),
-        ("--stages 2 --width 10", "--width 10: must be at least 40"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(

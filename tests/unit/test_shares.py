@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config.world import SyncConfig
 from paceline.data.order import Order
 from paceline.data.shares import balanced, divide
 
@@ -88,3 +90,20 @@ def test_balanced_shares_take_equally_long() -> None:
     assert balanced(64, (1.0, 3.0)) == (48, 16)
     assert balanced(60, (0.2, 0.1, 0.1)) == (12, 24, 24)
     assert balanced(64, (1.0, 1000.0), least=2) == (62, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        ({"sync": "server", "staleness": "async"}, True),
+        ({"sync": "server", "staleness": "async", "shares": "equal"}, False),
+        ({"sync": "server", "staleness": "2"}, False),
+        ({"sync": "server", "staleness": "2", "shares": "measured"}, True),
+        ({"sync": "notified"}, False),
+        ({}, False),
+    ],
+)
+def test_shares_are_measured_where_they_are_asked_for_or_workers_are_asynchronous(
+    options: dict[str, Any], measured: bool
+) -> None:
+    assert SyncConfig(**options).measures_shares is measured
