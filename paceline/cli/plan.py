@@ -1,7 +1,4 @@
-"""`paceline plan --stages P`: draws the schedules of a pipeline, and names the fastest.
-
-Nothing runs: passes and transfers take the times given (`parallel/schedule_times.py`).
-"""
+"""`paceline plan --stages P`: draws the schedules of a pipeline, and names the fastest."""
 
 from __future__ import annotations
 
@@ -25,8 +22,9 @@ from paceline.parallel.schedule_times import (
 from paceline.parallel.schedules import SCHEDULES, activations_alive, make_schedule
 
 _DESCRIPTION = """\
-Show the schedules of a pipeline: what each stage runs when, how long it is idle,
-of how many microbatches it has activations at once; and which is the fastest.
+Show the schedules of a pipeline, and which is the fastest.
+
+Nothing runs: passes and transfers take the times that are given.
 
 Examples:
   paceline plan --stages 4
