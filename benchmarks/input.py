@@ -5,7 +5,7 @@
 `rate`: one LMDB of 500 × 375 JPEG files, short side to 256, a random crop of 224, mirrored or not;
 batches are taken as bytes. For n from 1 to the machine's cores, interleaved:
 
-    Paceline     n decode processes, the queue and the shared rooms
+    Paceline     n decode processes, the queue and the shared buffers
     floor        n bare processes that make the same samples of the same records and drop them
     DataLoader   torch's with n worker processes and Pillow; the usual recipe of ImageNet training
 
@@ -105,7 +105,7 @@ def decode_pool(folder: Path, workers: int) -> Iterator[Callable[[int], Iterator
         while True:
             work = begun.popleft()
             assert pool.wait([work], 60)
-            yield torch.from_numpy(work.room.samples).view(count, SIZE, SIZE, 3)
+            yield torch.from_numpy(work.buffer.samples).view(count, SIZE, SIZE, 3)
             pool.release(work)
             batch += 1
             begun.append(pool.begin(number, 0, records_of(batch, count, len(maker.source))))

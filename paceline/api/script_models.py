@@ -147,7 +147,8 @@ class ScriptModels:
 
     def _first_step_checks(self, training: Training) -> FirstStepChecks | None:
         session = self._session
-        if session.run.context.world.size == 1:
+        mesh = session.run.context.mesh
+        if mesh.divided or mesh.lengths["data"] == 1:  # a stage knows no batch, or no loss
             return None
         checks = FirstStepChecks(
             session.run,

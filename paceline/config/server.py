@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.rules import whole
@@ -16,6 +16,14 @@ ARGUMENTS = {
     "staleness_lr": "staleness_lr",
 }
 """Names of the flags in a script: fields of `Server`."""
+
+_STALENESS = "a whole number of at least 0"
+_VALUES = {
+    "servers": "a whole number of at least 1",
+    "staleness": f"{_STALENESS}, or async",
+    "staleness_lr": "given or scale",
+}
+"""What the options of the short form may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +50,9 @@ class Server:
 
     def __post_init__(self) -> None:
         with _errors_name_arguments():
-            if self.staleness is not None:
-                whole("staleness", self.staleness, 0)
+            if self.staleness is not None and not _is_whole(self.staleness):
+                rule = f"must be {_STALENESS}, or None: asynchronous"
+                raise ConfigError(flag="staleness", value=self.staleness, rule=rule)
             if self.staleness_lr not in ("given", "scale"):
                 raise ConfigError(
                     flag="staleness_lr", value=self.staleness_lr, rule="must be given or scale"
@@ -70,7 +79,6 @@ def parse_server(sync: str) -> Server | None:
     name, colon, text = sync.partition(":")
     if name != "server":
         return None
-    known = [field.name for field in fields(Server)]
     values: dict[str, Any] = {}
     words: dict[str, dict[str, str | None]] = {
         "staleness": {"async": None},
@@ -81,13 +89,19 @@ def parse_server(sync: str) -> Server | None:
         if word in words.get(option, ()) and option not in values:
             values[option] = words[option][word]
             continue
-        if option not in known or option in values or not word.isdecimal():
+        if option not in _VALUES or option in values:
             raise ConfigError(
                 f"sync={sync!r}: {item!r} must be an option, given once: servers=N, staleness=N, "
                 "staleness=async, staleness_lr=given or staleness_lr=scale."
             )
+        if not word.isdecimal():
+            raise ConfigError(f"sync={sync!r}: {option} must be {_VALUES[option]}.")
         values[option] = int(word)
     return Server(**values)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 @contextmanager

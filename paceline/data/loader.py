@@ -199,7 +199,7 @@ class DatabaseLoader:
         return _Part(making, positions.start, 0, len(records))
 
     def _release(self, parts: Sequence[_Part], copied: torch.cuda.Event | None = None) -> None:
-        """Give rooms back that no other batch uses."""
+        """Give buffers back that no other batch uses."""
         for part in parts:
             self._uses[part.making] -= 1
             if not self._uses[part.making]:

@@ -1,10 +1,10 @@
 """Run a function over many items in decode processes, and hand out its results in their order.
 
     items     … 9 8 | 7 6 5 4 | 3 2 1 0 …     results
-          not begun | in rooms | handed out
+          not begun | in buffers | handed out
 
 A thread of this process begins at once, while the processes start; few items need no others. Memory
-is bounded by the rooms in flight.
+is bounded by the buffers in flight.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Meter = Callable[[int, int], None]
 """Receives the progress of a long job: (done, total)."""
 
 _FEW = 200  # items that one thread has made before a process would have begun
-_ROOM = 16  # items a worker, in all rooms of which
-_ROOMS = 3
-_LONGEST = 2**26  # bytes of a result in a room, where only what is written takes memory
+_ITEMS = 16  # items a worker, in all batches of which
+_BATCHES = 3
+_LONGEST = 2**26  # bytes of a result in a buffer, where only what is written takes memory
 _LENGTH = 8  # bytes before a result
-_LIMIT_S = 600.0  # for a room's items
+_LIMIT_S = 600.0  # for a batch's items
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _ItemMaker:
         """Return a result."""
         length = int(out[:_LENGTH].view(np.int64)[0])
         if not length:
-            # A result that fits in no room is made once more, in this process.
+            # A result that fits in no buffer is made once more, in this process.
             return self.function(self.items[index])
         return pickle.loads(out[_LENGTH : _LENGTH + length].data)
 
@@ -104,11 +104,11 @@ def ordered_map(
     maker = _ItemMaker(function, items, noun)
     pool = DecodePool(processes, thread=True, alone="--workers 1")
     number = pool.add(maker)
-    size = _ROOM * workers // _ROOMS + 1
-    rooms = (np.arange(at, min(at + size, len(items))) for at in range(0, len(items), size))
+    size = _ITEMS * workers // _BATCHES + 1
+    batches = (np.arange(at, min(at + size, len(items))) for at in range(0, len(items), size))
     done = 0
     try:
-        begun = deque(_begin(pool, number, rooms, _ROOMS))
+        begun = deque(_begin(pool, number, batches, _BATCHES))
         while begun:
             work = begun.popleft()
             if not pool.wait([work], _LIMIT_S):
@@ -120,22 +120,22 @@ def ordered_map(
             for at, record in enumerate(work.records.tolist()):
                 if record in work.bad:
                     raise work.bad[record]
-                yield maker.read(record, work.room.samples[at])
+                yield maker.read(record, work.buffer.samples[at])
                 done += 1
                 meter(done, len(items))
             pool.release(work)
-            begun.extend(_begin(pool, number, rooms, 1))
+            begun.extend(_begin(pool, number, batches, 1))
     finally:
         pool.close()
 
 
-def _begin(pool: DecodePool, maker: int, rooms: Iterator[Indices], count: int) -> list[Work]:
-    """Begin the next rooms.
+def _begin(pool: DecodePool, maker: int, batches: Iterator[Indices], count: int) -> list[Work]:
+    """Begin the next batches.
 
     Raises:
         DataError: there is no memory for one.
     """
     try:
-        return [pool.begin(maker, 0, records) for records in islice(rooms, count)]
+        return [pool.begin(maker, 0, records) for records in islice(batches, count)]
     except MemoryError as error:
         raise DataError(f"{error}: free memory, or use fewer processes (--workers N).") from error

@@ -41,7 +41,7 @@ NONE_ACKNOWLEDGED: Sequence[bool] = (
     False,
     False,
 )  # at most two snapshots are held and not committed
-_MARKS = 10  # numbers behind the sums
+_MARKS = 9  # numbers behind the sums
 _CPU = torch.device("cpu")
 
 
@@ -58,7 +58,7 @@ class StepSummary:
         interval: the interval between snapshots that rank 0 asks for; 0: it doesn't.
         same_outcome: whether the step ended alike on all ranks.
         checked: whether any rank checked the state before the step.
-        same_state: whether all ranks reported the same code of it.
+        same_state: whether all ranks whose state is equal reported the same code of it.
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
@@ -88,6 +88,7 @@ class StepSummaries:
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
         activities: what the peers do, for which a device may wait.
         timeline: measures the waits; None: nothing does.
+        replicas: groups of ranks whose state is equal; (): that of all ranks is.
 
     Attributes:
         communicator: connects the ranks.
@@ -103,8 +104,11 @@ class StepSummaries:
         limits: tuple[float, float] = (60.0, 60.0),
         activities: PeerActivities = NO_PEERS,
         timeline: Timeline | None = None,
+        *,
+        replicas: Sequence[Sequence[int]] = (),
     ) -> None:
         self.communicator = communicator
+        self._replicas = [list(ranks) for ranks in replicas or [range(communicator.world_size)]]
         self._timeline = timeline or Timeline()
         self.alone = communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
@@ -158,7 +162,7 @@ class StepSummaries:
             seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
         """
         marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
-        marks += [outcome, outcome**2, code, code**2]
+        marks += [outcome, outcome**2, code]
         pending = _Pending(
             step=step,
             sums=sums,
@@ -188,8 +192,8 @@ class StepSummaries:
             ranks = self.communicator.world_size
             timed = len(numbers) - _MARKS - pending.timed  # where the times begin
             values = timed - pending.seen
-            stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
-            codes = numbers[-4:]
+            stops, request, *counts, interval, check_interval = numbers[-_MARKS:-3]
+            outcomes, squares, codes = numbers[-3:]
             yield StepSummary(
                 step=pending.step,
                 sums=tuple(numbers[:values]),
@@ -197,13 +201,20 @@ class StepSummaries:
                 request=int(request),
                 acknowledged=tuple(count == ranks for count in counts),
                 interval=int(interval),
-                same_outcome=all_equal(codes[0], codes[1], ranks),
-                checked=codes[2] > 0,
-                same_state=all_equal(codes[2], codes[3], ranks),
+                same_outcome=all_equal(outcomes, squares, ranks),
+                checked=codes > 0,
+                same_state=self._same_state(pending),
                 check_interval=int(check_interval),
                 times=tuple(numbers[timed:-_MARKS]),
                 seen=tuple(numbers[values:timed]),
             )
+
+    def _same_state(self, pending: _Pending) -> bool:
+        """Return whether ranks whose state is equal reported the same code of it."""
+        if pending.rows is None:
+            return True
+        codes = pending.rows[:, -1]
+        return all(len(codes[ranks].unique()) == 1 for ranks in self._replicas)
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
+from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
 from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
@@ -160,6 +161,7 @@ class Steps:
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
+        self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -298,6 +300,9 @@ class Steps:
         self.position.number = number + 1
         self.run.membership.poll(number + 1)
         self._send_summary(number, batch, sums)
+        self._steps_alike += 1
+        if is_trim_due(self._steps_alike):
+            return_freed_memory()
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -567,6 +572,8 @@ class Steps:
         outcome = self._replica.stepped | self._continued
         self._continued = 0
         self._stepped[number] = outcome
+        if not self.run.context.counts:
+            sums = torch.zeros_like(sums)  # the first rank of the replica has its values
         self.run.context.summaries.send(
             number,
             sums,
@@ -640,6 +647,7 @@ class Steps:
                 step, path = files.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
+            self._steps_alike = 0
             try:
                 self.run.recorder.event(
                     "checkpoint",
@@ -653,9 +661,14 @@ class Steps:
                 raise
 
     def _seed_torch(self, purpose: int, number: int) -> int:
-        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank)."""
-        rank = self.run.context.along("data").rank
-        word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
+        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank, stage).
+
+        Tensor ranks, which compute the same layers, have the same one.
+        """
+        context = self.run.context
+        stage = context.along("stage").rank if context.mesh.divided else 0
+        base = splitmix.base(self._seed, purpose, number, *([stage] if stage else []))
+        word = splitmix.word(base, context.along("data").rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(word)

@@ -242,7 +242,8 @@ class WorkerSpeeds:
         return slowest if differ else None
 
     def _describe(self, rank: int) -> str:
-        return self._run.context.world.generation.describe(rank)
+        context = self._run.context
+        return context.world.generation.describe(context.along("data").ranks[rank])
 
     def _say(self, note: Message) -> None:
         if self._run.leads:

@@ -26,7 +26,6 @@ from paceline.cluster.rendezvous.server_registration import (
     give_addresses,
     invite,
     name_of,
-    open_start,
     present,
 )
 from paceline.cluster.stores.polled_store import PolledStore
@@ -239,9 +238,9 @@ def _find(
     context = run.context
     group = context.world
     own = ProcessIdentity.of_this_process()
-    store = open_start(run.store) if run.store is not None else None
-    if store is None:
-        raise ConfigError("this run has no store in which a server could register.")
+    store = run.store
+    if not isinstance(store, PolledStore):
+        raise _started_alone(wanted)
     texts: list[str] = []
     if group.rank == 0:
         found = await_servers(store, own, wanted, _SOONER * context.limits[0])
@@ -258,6 +257,21 @@ def _find(
         optimizer=optimizer,
         config=config,
         token=group.generation.token,
+    )
+
+
+def _started_alone(wanted: WantedServers) -> ConfigError:
+    """Return the error of a process whose store no other process reaches."""
+    launch = "paceline launch -n 1"
+    flag = "average_through"
+    if wanted.role == PARAMETERS:
+        launch += f" --num_servers {wanted.count}"
+        flag = "sync"
+    return ConfigError(
+        flag=flag,
+        value="server",
+        rule=f"this process was started alone, so that no {wanted.role} can find it",
+        remedy=f"start the script with {launch} -- python SCRIPT, or with another launcher",
     )
 
 

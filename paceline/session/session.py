@@ -37,6 +37,7 @@ from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
+from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
 from paceline.observe.event_file import EventFile
@@ -65,6 +66,7 @@ from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.timeline.trace import Trace
 from paceline.wiring.average import average_weights
+from paceline.wiring.connections import refuse_divided
 from paceline.wiring.exchange import replicate, replicate_grouped
 from paceline.wiring.pairs import Pair
 
@@ -88,6 +90,7 @@ class Session:
         signals: requests to stop; where the run survives losses, they end it on all machines.
         notes: phrases and shows what the user is to know.
         resources: closes what the session opens, in reverse order of opening.
+        builder: has the mesh of each generation.
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
@@ -108,6 +111,7 @@ class Session:
     signals: StopSignals
     notes: Notes
     resources: ExitStack
+    builder: Builder = field(default_factory=Builder)
     run: Run = field(init=False)
     start: Start = field(default_factory=Start, init=False)
     position: Position = field(default_factory=Position, init=False)
@@ -148,7 +152,9 @@ class Session:
             membership = watch_peers(
                 group, store, self.resources, options=self.silence, limit=limit, report=report
             )
-        run = connect_run(group, store, self.device, self.timeouts, membership, self.notes)
+        run = connect_run(
+            group, store, self.device, self.timeouts, membership, self.notes, self.builder
+        )
         self.run = self.resources.enter_context(run)
 
     def resume(self) -> None:
@@ -195,8 +201,8 @@ class Session:
             self.backup = SnapshotBackup(self.run.membership)
             self.resources.callback(self.backup.close)
 
-    def agree(self, subject: str, facts: Mapping[str, object]) -> None:
-        """Require the same facts on all ranks; collective, once per subject.
+    def agree(self, subject: str, facts: Mapping[str, object], axis: str = "all") -> None:
+        """Require the same facts on all ranks along an axis; collective, once per subject.
 
         Raises:
             ConfigError: two ranks differ; names both values.
@@ -207,7 +213,7 @@ class Session:
         assert store is not None
         compare(
             store,
-            context.world,
+            context.along(axis),
             subject,
             {name: str(value) for name, value in facts.items()},
             timeout=self.timeouts[0],
@@ -234,6 +240,8 @@ class Session:
             ConfigError: a model or optimizer can't be exchanged.
             CommError: a peer was lost, or silent.
         """
+        for pair in pairs:
+            refuse_divided(pair.config.sync, self.run.context.mesh)
         known = len(self._replicas)
         for replica in self._replicas:
             replica.drain()

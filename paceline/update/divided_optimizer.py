@@ -46,6 +46,32 @@ class Division:
     other_argument: str
 
 
+def require_divisible(optimizer: Optimizer, division: Division) -> None:
+    """Require an optimizer whose update can be divided by elements.
+
+    Raises:
+        ConfigError: its update is not element-wise, or its `step` was replaced.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise ConfigError(
+            Message(
+                f"{division.flag} does not support {{}}, because its update is not "
+                f"element-wise: use one of {{}}, or {division.other_flag}.",
+                type(optimizer).__name__,
+                kinds,
+            )
+        )
+    if not is_bucketwise(optimizer):
+        raise ConfigError(
+            Message(
+                f"{division.flag} updates by {{}}'s own step(), but this optimizer's step() "
+                f"was replaced by another function: use {division.other_flag}, which calls it.",
+                type(optimizer).__name__,
+            )
+        )
+
+
 class DividedOptimizer(ABC):
     """Optimizer whose state is divided among processes; installs what these have updated.
 
@@ -58,29 +84,11 @@ class DividedOptimizer(ABC):
         update_count: the number of updates so far, the same on all ranks.
 
     Raises:
-        ConfigError: the optimizer's update is not element-wise, or its `step` was replaced; or
-            parameters share memory, or get sparse gradients.
+        ConfigError: as `require_divisible`; or parameters share memory, or get sparse gradients.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket], division: Division) -> None:
-        if type(optimizer) not in ELEMENTWISE:
-            kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-            raise ConfigError(
-                Message(
-                    f"{division.flag} does not support {{}}, because its update is not "
-                    f"element-wise: use one of {{}}, or {division.other_flag}.",
-                    type(optimizer).__name__,
-                    kinds,
-                )
-            )
-        if not is_bucketwise(optimizer):
-            raise ConfigError(
-                Message(
-                    f"{division.flag} updates by {{}}'s own step(), but this optimizer's step() "
-                    f"was replaced by another function: use {division.other_flag}, which calls it.",
-                    type(optimizer).__name__,
-                )
-            )
+        require_divisible(optimizer, division)
         self._division = division
         self._buckets = buckets
         self._refuse_row_sparse()

@@ -15,7 +15,7 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
-from paceline.algorithms.served.served_optimizer import ServedOptimizer
+from paceline.algorithms.served.served_optimizer import SERVED, ServedOptimizer
 from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
@@ -43,6 +43,7 @@ from paceline.run.autotune.prediction import StepPredictor
 from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.server.found_servers import FoundServers, find_parameter_servers
 from paceline.update.batch_norm import BatchShare, RunningStatistics, SyncBatchNorm
+from paceline.update.divided_optimizer import require_divisible
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import ELEMENTWISE, is_bucketwise, make_updater
 from paceline.wiring.candidates import candidates_of
@@ -273,8 +274,8 @@ def window_of(config: SyncConfig, run: Run) -> WindowSpec:
 
 
 def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
-    """Return the groups of ranks that share memory: those of a machine, or each rank alone."""
-    lines = context.mesh.lines("machine")
+    """Return the replicas' groups that share memory: those of a machine, or each rank alone."""
+    lines = context.mesh.machines_along("data", context.world.rank)
     return Topology(groups=tuple((r,) for line in lines for r in line) if alone else lines)
 
 
@@ -387,6 +388,7 @@ def replicate(
     """
     servers = None
     if config.sync == "server":
+        require_divisible(optimizer, SERVED)  # before the wait for servers
         servers = find_parameter_servers(run, model, optimizer, config)
     groups = ExchangeGroups(run, model, config.sync, servers=servers)
     trained = TrainedParameters.of(model, optimizer)
@@ -398,6 +400,8 @@ def replicate(
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(config, trained, machines, device, run.context.sharing)
+    if run.context.mesh.divided:  # stages have models of their own, and no trials together
+        candidates = [_untried(candidates)]
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
         served = proposal if _may_be_stale(model, optimizer, trained, config) else None
@@ -434,6 +438,11 @@ def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
     return BufferBroadcast(model, run)
 
 
+def _untried(candidates: Sequence[SyncConfig]) -> SyncConfig:
+    """Return the candidate that is used where none is tried."""
+    return next((c for c in candidates if c.sync == "allreduce"), candidates[0])
+
+
 def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> GroupedReplica:
     """Bind one of several models and optimizers; as `replicate`.
 
@@ -451,8 +460,7 @@ def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> Gr
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(given, trained, machines, device, run.context.sharing)
-    config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
-    autotuner = Autotuner([config], run, TrialSetting())
+    autotuner = Autotuner([_untried(candidates)], run, TrialSetting())
     apart = nn.Module()  # the replica exchanges running statistics apart
     replica = GroupedReplica(
         model,

@@ -254,3 +254,16 @@ def test_a_script_without_use_for_the_servers_ends_them(tmp_path: Path) -> None:
     with no_process_left() as environment:
         ended = Command(*command, folder=tmp_path, environment=environment).wait()
         assert ended.status == 0, ended.text
+
+
+def test_launch_without_servers_names_its_option_where_the_script_needs_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ("--", sys.executable, "script.py", "server", "served.pt")
+    limit = ("--first_iter_timeout", "1")
+    environment = {"PYTHONPATH": str(ROOT)}
+    words = ("launch", "-n", "1", *limit, *command)
+    ended = Command(*words, folder=tmp_path, environment=environment).wait()
+    assert ended.status == 1
+    assert ", or let paceline launch start it by --num_servers 1." in ended.text

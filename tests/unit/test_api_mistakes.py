@@ -298,6 +298,23 @@ def test_lbfgs(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, optimizer, world)
 
 
+def test_servers_of_a_process_that_was_started_alone(world: World, model: nn.Module) -> None:
+    with pytest.raises(ConfigError) as caught:
+        paceline.parallelize(model, sgd(model), world, sync="server:servers=2")
+    assert str(caught.value) == (
+        "sync server: this process was started alone, so that no parameter server can find it; "
+        "start the script with paceline launch -n 1 --num_servers 2 -- python SCRIPT, or with "
+        "another launcher."
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.LBFGS])
+def test_an_optimizer_that_servers_cannot_divide(world: World, kind: Any) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ConfigError, match=f"^sync server does not support {kind.__name__}, "):
+        paceline.parallelize(model, kind(model.parameters()), world, sync="server")
+
+
 def test_a_model_elsewhere(world: World) -> None:
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(ConfigError, match=r"weight is on meta.*computes on cpu.*world.device"):

@@ -149,19 +149,19 @@ class HeldSource(ListSource):
         return super().__getitem__(index)
 
 
-def test_a_room_that_is_still_written_to_is_not_given_to_others() -> None:
+def test_a_buffer_that_is_still_written_to_is_not_given_to_others() -> None:
     source = HeldSource()
     with closing(DecodePool(0)) as pool:
         batches = host_batches(pool, source)
         given_up = batches.begin(0, np.arange(4))
         assert source.asked.wait(30)
-        place = given_up.room.offset
+        place = given_up.buffer.offset
         batches.release(given_up, None)
         other = batches.begin(0, np.arange(4, 8))
-        assert other.room.offset != place
+        assert other.buffer.offset != place
         source.may_give.set()
         assert batches.wait([other], 30)
-        assert batches.begin(0, np.arange(4)).room.offset == place
+        assert batches.begin(0, np.arange(4)).buffer.offset == place
 
 
 def test_a_report_that_comes_with_the_end_of_its_batch_is_received(

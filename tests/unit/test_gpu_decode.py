@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.data.batch_maker import SwitchedBatches
 from paceline.data.decoding.decode_pool import DecodeDevice, DecodePool
-from paceline.data.decoding.ring import Ring, Room
+from paceline.data.decoding.ring import BatchBuffer, Ring
 from paceline.data.gpu_decode import decoder as decoder_module
 from paceline.data.gpu_decode.baseline_jpeg import baseline_size
 from paceline.data.gpu_decode.decoder import GpuBatch, GpuBatchDecoder, KeptPixels
@@ -97,28 +97,30 @@ def _make(
         jpeg=planes,
         channels_last=True,
     )
-    with _room(FileMaker(**vars(maker)), _backwards(images)) as (room, bad):
-        batch = batches.make(3, room)
+    with _buffer(FileMaker(**vars(maker)), _backwards(images)) as (buffer, bad):
+        batch = batches.make(3, buffer)
     batch.receive()
     batches.close()
     return replace(batch, bad={**bad, **batch.bad}), planes
 
 
 @contextmanager
-def _room(maker: FileMaker, records: Indices) -> Iterator[tuple[Room, dict[int, DataError]]]:
+def _buffer(
+    maker: FileMaker, records: Indices
+) -> Iterator[tuple[BatchBuffer, dict[int, DataError]]]:
     """What a decode process makes of records, and what is wrong with them."""
     ring = Ring(cuda=False)
-    room = ring.take(len(records), maker.sample_bytes, pinned=maker.pinned)
-    headers_of(room.samples)[:, KIND] = FILE  # of an earlier batch
-    headers_of(room.samples)[:, LENGTH : WIDTH + 1] = 9
-    room.records[:] = records
+    buffer = ring.take(len(records), maker.sample_bytes, pinned=maker.pinned)
+    headers_of(buffer.samples)[:, KIND] = FILE  # of an earlier batch
+    headers_of(buffer.samples)[:, LENGTH : WIDTH + 1] = 9
+    buffer.records[:] = records
     bad: dict[int, DataError] = {}
     for at, numbers in enumerate(maker.numbers(3, records)):
         try:
-            room.labels[at] = maker.write(int(records[at]), numbers, room.samples[at])
+            buffer.labels[at] = maker.write(int(records[at]), numbers, buffer.samples[at])
         except DataError as error:
             bad[int(records[at])] = error
-    yield room, bad
+    yield buffer, bad
     ring.close()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from paceline.cluster.rendezvous.server_registration import (
     InvitedBucket,
     RegisteredServer,
     Registration,
+    WantedServers,
     announce_servers,
-    open_start,
+    await_servers,
     serve_command,
 )
 from paceline.cluster.stores.folder_store import FolderStore
@@ -210,11 +212,6 @@ def test_nixl_has_no_server() -> None:
         refuse_server(config, Average(through="server"))
 
 
-def test_a_run_that_no_server_can_find_is_refused() -> None:
-    with pytest.raises(ConfigError, match="this process was started alone: start it with"):
-        open_start(HashStore())
-
-
 def test_a_server_stops_waiting_for_workers_that_have_begun_another_generation(
     tmp_path: Path,
 ) -> None:
@@ -292,19 +289,47 @@ def test_the_workers_name_the_command_of_the_server_without_a_password(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("server:staleness", "'staleness' must be an option, given once: servers=N, staleness=N"),
         ("server:servers=1,servers=2", "'servers=2' must be an option, given once"),
         ("server:stale=1", "'stale=1' must be an option, given once: servers=N, staleness=N"),
-        ("server:staleness_lr=half", "staleness=async, staleness_lr=given or staleness_lr=scale."),
+        ("server:staleness_lr=half", "staleness_lr must be given or scale."),
         ("server:staleness=2,staleness_lr=scale", "only asynchronous updates have rates of their"),
         ("server:servers=0", "servers 0: must be a whole number of at least 1."),
-        ("server:staleness=-1", "'staleness=-1' must be an option, given once"),
+        ("server:staleness=-1", "staleness must be a whole number of at least 0, or async."),
+        ("server:staleness", "staleness must be a whole number of at least 0, or async."),
+        ("server:servers=two", "servers must be a whole number of at least 1."),
     ],
 )
 def test_a_wrong_short_form_of_servers_is_refused(given: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_server(given)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5, True, "async"])
+def test_a_wrong_staleness_of_the_class_is_refused_with_all_allowed_values(staleness: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Server(staleness=staleness)
+    sentence = "must be a whole number of at least 0, or None: asynchronous."
+    assert str(caught.value) == f"staleness {staleness}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("announced", "remedy"),
+    [(None, ""), (0, ", or let paceline launch start it by --num_servers 1")],
+    ids=["by another launcher", "by paceline launch"],
+)
+def test_the_wait_for_a_server_names_what_starts_one(
+    announced: int | None, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = FolderStore(str(tmp_path), "start", timedelta(seconds=60), make=True)
+    if announced is not None:
+        announce_servers(store, announced)
+    wanted = WantedServers(role=PARAMETERS, count=1)
+    with pytest.raises(CommError) as caught:
+        await_servers(store, ProcessIdentity.of_this_process(), wanted, 0.01)
+    command = f"start it with {serve_command(store)}{remedy}."
+    assert str(caught.value) == f"the parameter server didn't come within 0.01 s: {command}"
+    assert capsys.readouterr().err == f"paceline: waiting for the parameter server: {command}\n"
 
 
 def test_the_short_form_of_servers_says_what_the_class_does() -> None:

@@ -300,17 +300,9 @@ class RegisteredServer:
 
 
 def open_start(store: Store) -> PolledStore:
-    """Return a start's store as a server and its workers use it.
-
-    Raises:
-        ConfigError: no other process can reach it.
-    """
-    if isinstance(store, PolledStore):
-        return store
-    raise ConfigError(
-        "a server needs a run that it can find, but this process was started alone: start it "
-        "with paceline launch or another launcher, one worker is enough."
-    )
+    """Return a start's store as a server and its workers use it."""
+    assert isinstance(store, PolledStore)  # as every store that another process reaches
+    return store
 
 
 def meet_run(
@@ -385,14 +377,22 @@ def _newest_start(
 
 
 def announce_servers(store: Store, count: int) -> None:
-    """Let the workers of a start know how many servers were started with them."""
+    """Let the workers of a start know how many servers the launcher starts with them.
+
+    Args:
+        count: 0: it was asked for none, and could start some.
+    """
     store.set(_STARTED, str(count))
 
 
 def started_servers(store: Store) -> int:
     """Return how many servers were started with the workers of a start; 0: none."""
+    return _announced(store) or 0
+
+
+def _announced(store: Store) -> int | None:
     text = peek(store, _STARTED)
-    return 0 if text is None else int(text)
+    return None if text is None else int(text)
 
 
 def await_servers(
@@ -411,8 +411,11 @@ def await_servers(
     """
     store.set(_WANTED, wanted.to_text())
     remedy = f"start it with {serve_command(store)}"
+    started = _announced(store)
+    if started is not None and wanted.role == PARAMETERS:
+        remedy += f", or let paceline launch start it by --num_servers {wanted.count}"
     deadline = Deadline(limit, remedy, waits=PrintedWaits(remedy))
-    if started_servers(store) >= wanted.count:  # with the workers, at the same time
+    if (started or 0) >= wanted.count:  # with the workers, at the same time
         deadline = Deadline(limit, "check its output")
     return [
         _await_server(store, own_process, slot, wanted.name(slot), deadline)

@@ -174,6 +174,8 @@ class MachineWorkers:
         if self._servers is not None:
             announce_servers(self._run.registered.store, self._servers.count)
             commands += [self._servers.argv] * self._servers.count
+        elif self._plan.requires_join and self._plan.machine == 0:  # as `paceline launch` does
+            announce_servers(self._run.registered.store, 0)
         for local_rank, command in enumerate(commands):
             error_file, mark = (
                 self._resources.enter_context(closing(SupervisorFile(f"{name} {local_rank}")))

@@ -1,6 +1,6 @@
 """Queue of chunks of records, in memory that the decode processes of a run share.
 
-    submit ──▶ │ chunk │ chunk │ chunk │ … ──▶ take ──▶ decoded into its room ──▶ finish
+    submit ──▶ │ chunk │ chunk │ chunk │ … ──▶ take ──▶ decoded into its buffer ──▶ finish
 
 The state of a chunk is one number, its owner, and one store changes it, under a lock that a killed
 process releases. So a process may be killed at any instruction: its chunk is either still free, or
@@ -11,7 +11,7 @@ its own, in which case `put_back` frees it, or finished.
     FINISHED  -1           decoded, or withdrawn; the slot is free
 
 Two event descriptors wake those that wait: a semaphore of chunks to take, whose count may be too
-high (a withdrawn chunk) but never too low, and a signal that a room has become complete.
+high (a withdrawn chunk) but never too low, and a signal that a buffer has become complete.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Chunk:
         serial: number of the batch, never used twice.
         maker: number of the sample maker.
         epoch: decides with the records' numbers what is random.
-        offset: where the batch's room begins in the shared memory, in bytes.
-        count: number of samples of the room.
-        begin: the chunk's first sample in the room.
+        offset: where the batch's buffer begins in the shared memory, in bytes.
+        count: number of samples of the buffer.
+        begin: the chunk's first sample in the buffer.
         end: the sample after its last one.
-        first: the first slot of the room's chunks, in the queue.
+        first: the first slot of the buffer's chunks, in the queue.
         last: the slot after their last one.
     """
 
@@ -104,7 +104,7 @@ class ChunkQueue:
     Args:
         memory: descriptor of the queue's memory, a memfd.
         chunks: descriptor of the semaphore of chunks to take, an eventfd.
-        complete: descriptor of the signal that a room is complete, an eventfd.
+        complete: descriptor of the signal that a buffer is complete, an eventfd.
         submits: whether this process submits; it kills a stopped process that has the lock.
     """
 
@@ -148,7 +148,7 @@ class ChunkQueue:
     # The process that submits.
 
     def submit(self, chunks: Sequence[Chunk]) -> range:
-        """Add the chunks of a room; return their slots."""
+        """Add the chunks of a buffer; return their slots."""
         rows = np.array([astuple(chunk) for chunk in chunks], np.int64).reshape(-1, _CHUNK)
         with self._lock:
             position = self._free(len(chunks))
@@ -163,11 +163,11 @@ class ChunkQueue:
         return slots
 
     def is_complete(self, slots: range) -> bool:
-        """Return whether no chunk of a room is waiting or in work."""
+        """Return whether no chunk of a buffer is waiting or in work."""
         return bool((self._owners[slots.start : slots.stop] == _FINISHED).all())
 
     def withdraw(self, slots: range) -> None:
-        """Remove a room's chunks that no worker has taken."""
+        """Remove a buffer's chunks that no worker has taken."""
         with self._lock:
             owners = self._owners[slots.start : slots.stop]
             owners[owners == _WAITING] = _FINISHED
@@ -195,7 +195,7 @@ class ChunkQueue:
         """Find the workers that have had one sample in work for long, while others finish theirs.
 
         Returns:
-            The samples in their rooms, by worker.
+            The samples in their buffers, by worker.
         """
         now = time.monotonic_ns()
         late = {}
@@ -274,7 +274,7 @@ class ChunkQueue:
         tail = self._header[_TAIL]
         for first in range(tail, tail + _SLOTS):
             begin = first % _SLOTS
-            # A room's chunks lie together, so that one look shows whether it is complete.
+            # A buffer's chunks lie together, so that one look shows whether it is complete.
             if begin + count <= _SLOTS and self.is_complete(range(begin, begin + count)):
                 return first
         raise AssertionError(f"the queue of {_SLOTS} chunks has no room for {count} more")

@@ -1,4 +1,4 @@
-"""The loop of a decode process: take a chunk, make its samples in their room, finish it.
+"""The loop of a decode process: take a chunk, make its samples in their buffer, finish it.
 
 The automatic number of decode processes, and --decode_workers 0, run the same loop in a thread of
 the training process.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from paceline.data.decoding.chunk_queue import Chunk, ChunkQueue
-from paceline.data.decoding.ring import MappedRooms, Ring
+from paceline.data.decoding.ring import MappedBuffers, Ring
 from paceline.data.order import Indices
 from paceline.data.source import Pixels, SourceLost
 from paceline.errors import DataError
@@ -77,14 +77,14 @@ class Report(NamedTuple):
 def decode_chunks(
     worker: int,
     queue: ChunkQueue,
-    rooms: Ring | MappedRooms,
+    buffers: Ring | MappedBuffers,
     reports: socket.socket,
     makers: Sequence[Maker],
 ) -> None:
     """Make samples until the queue says that this worker ends, or decoding can't go on.
 
     Args:
-        rooms: the rooms of the batches.
+        buffers: the buffers of the batches.
         reports: receives a packet for each record that gives no sample, and one where decoding
             can't go on.
         makers: the sample makers, by number.
@@ -92,7 +92,7 @@ def decode_chunks(
     try:
         while chunk := queue.take(worker):
             begun = _runnable_ns()
-            for report in _make(worker, queue, rooms, chunk, makers[chunk.maker]):
+            for report in _make(worker, queue, buffers, chunk, makers[chunk.maker]):
                 reports.send(report.packet())
             queue.finish(worker, chunk, _runnable_ns() - begun)
     except DataError as error:
@@ -121,22 +121,22 @@ def _runnable_ns() -> int:
 
 
 def _make(
-    worker: int, queue: ChunkQueue, rooms: Ring | MappedRooms, chunk: Chunk, maker: Maker
+    worker: int, queue: ChunkQueue, buffers: Ring | MappedBuffers, chunk: Chunk, maker: Maker
 ) -> list[Report]:
     """Make a chunk's samples; return the reports of bad records.
 
     Raises:
         DataError: what failed isn't the record: the database is gone, or memory or descriptors are.
     """
-    room = rooms.room(chunk.offset, chunk.count, maker.sample_bytes)
-    records = room.records[chunk.begin : chunk.end]
+    buffer = buffers.buffer(chunk.offset, chunk.count, maker.sample_bytes)
+    records = buffer.records[chunk.begin : chunk.end]
     numbers = maker.numbers(chunk.epoch, records)
     bad = []
     for at, record in enumerate(records.tolist()):
         sample = chunk.begin + at
         queue.reach(worker, sample)
         try:
-            room.labels[sample] = maker.write(record, numbers[at], room.samples[sample])
+            buffer.labels[sample] = maker.write(record, numbers[at], buffer.samples[sample])
         # No record can be read any more: to skip them all would be to train on nothing.
         except SourceLost:
             raise

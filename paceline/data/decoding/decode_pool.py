@@ -1,6 +1,6 @@
 """Supervisor of the decode processes of a run, of training and evaluation together.
 
-    loaders ──begin──▶ queue of chunks ──▶ decode processes (or one thread) ──▶ rooms ──▶ loaders
+    loaders ──begin──▶ queue of chunks ──▶ decode processes (or one thread) ──▶ buffers ──▶ loaders
 
 A decode process that is killed is replaced, and its chunk is made again; so is one that is stopped
 while others work. All happens in the caller's thread, when a batch is begun or waited for: nothing
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.data.decoding.chunk_queue import NOTHING_MADE, Chunk, ChunkQueue
 from paceline.data.decoding.decode_chunks import NO_RECORD, Maker, Report, decode_chunks
-from paceline.data.decoding.ring import CopyEvent, Ring, Room
+from paceline.data.decoding.ring import BatchBuffer, CopyEvent, Ring
 from paceline.data.decoding.server_process import Ended, ServerProcess
 from paceline.data.decoding.worker_count import WorkerCount
 from paceline.data.order import Indices
@@ -32,7 +32,7 @@ from paceline.errors import DataError, many
 from paceline.recorder import NullRecorder, Recorder
 
 _CHUNK = 4  # records: few enough to share out evenly, more than a chunk's own cost
-_CHUNKS = 512  # of a room, at most
+_CHUNKS = 512  # of a buffer, at most
 _THREAD = 0  # the worker that is a thread of this process; decode processes count from 1
 _LOOK_S = 1.0  # between two looks at processes that may be stopped
 _STOPPED_S = 5.0  # that a worker may have one sample in work, while others finish theirs
@@ -64,25 +64,25 @@ class Work:
     Attributes:
         serial: a number that no other work of the pool has.
         maker: the sample maker's number.
-        room: the room that they are written to.
+        buffer: the buffer that they are written to.
         slots: its chunks' slots in the queue.
         bad: what is wrong with its bad records, by number.
     """
 
     serial: int
     maker: int
-    room: Room
+    buffer: BatchBuffer
     slots: range
     bad: dict[int, DataError] = field(default_factory=dict)
 
     @property
     def records(self) -> Indices:
         """The records' numbers, shape (n,)."""
-        return self.room.records
+        return self.buffer.records
 
 
 class DecodePool:
-    """Decode processes, the queue from which they take chunks, and the rooms that they fill.
+    """Decode processes, the queue from which they take chunks, and the buffers that they fill.
 
     Args:
         workers: number of decode processes; 0: a thread of this process decodes; None: a measured
@@ -165,16 +165,16 @@ class DecodePool:
         self._reuse_dropped()
         made_by = self._makers[maker]
         count = len(records)
-        room = self._ring.take(count, made_by.sample_bytes, pinned=made_by.pinned)
-        room.records[:] = records
+        buffer = self._ring.take(count, made_by.sample_bytes, pinned=made_by.pinned)
+        buffer.records[:] = records
         self._serial += 1
-        # The queue has a limited number of slots for all rooms together.
+        # The queue has a limited number of slots for all buffers together.
         size = max(_CHUNK, -(-count // _CHUNKS))
         chunks = [
-            Chunk(self._serial, maker, epoch, room.offset, count, at, min(at + size, count))
+            Chunk(self._serial, maker, epoch, buffer.offset, count, at, min(at + size, count))
             for at in range(0, count, size)
         ]
-        work = Work(self._serial, maker, room, self._queue.submit(chunks))
+        work = Work(self._serial, maker, buffer, self._queue.submit(chunks))
         self._works[work.serial] = work
         return work
 
@@ -209,11 +209,11 @@ class DecodePool:
             copied: the event after which the device has read them; None: nothing reads them.
 
         Raises:
-            DataError: CUDA can't release the memory of rooms that aren't needed any more.
+            DataError: CUDA can't release the memory of buffers that aren't needed any more.
         """
         del self._works[work.serial]
         if self._queue.is_complete(work.slots):
-            self._ring.free(work.room, copied)
+            self._ring.free(work.buffer, copied)
         else:
             self._queue.withdraw(work.slots)
             self._dropped.append(work)
@@ -307,7 +307,7 @@ class DecodePool:
         return ServerProcess(self._queue, self._ring.descriptor, self._reports, self._makers)
 
     def _await_event(self, seconds: float) -> None:
-        """Wait for a complete room, a report, or the end of a process."""
+        """Wait for a complete buffer, a report, or the end of a process."""
         _, _, complete = self._queue.descriptors
         readable: list[int | socket.socket] = [complete, self._reported]
         if self._server is not None:
@@ -363,7 +363,7 @@ class DecodePool:
         for chunk, sample in self._queue.put_back(ended.worker):
             again = f"it is replaced, and its {many(chunk.end - chunk.begin, 'image')} made again"
             if chunk.serial in self._works and ended.status is not None and not ours:
-                record = int(self._works[chunk.serial].room.records[sample])
+                record = int(self._works[chunk.serial].buffer.records[sample])
                 self._count_death(chunk.maker, record, ended)
         killed = ended.status is None or ended.status < 0
         if killed and self._queue.times().samples > self._made[ended.worker]:
@@ -432,7 +432,7 @@ class DecodePool:
         for work in list(self._dropped):
             if self._queue.is_complete(work.slots):
                 self._dropped.remove(work)
-                self._ring.free(work.room)
+                self._ring.free(work.buffer)
 
 
 def _state(process: int) -> tuple[str, int] | None:

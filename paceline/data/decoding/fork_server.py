@@ -25,7 +25,7 @@ from typing import Any
 
 from paceline.data.decoding.chunk_queue import ChunkQueue
 from paceline.data.decoding.decode_chunks import Maker, decode_chunks
-from paceline.data.decoding.ring import MappedRooms
+from paceline.data.decoding.ring import MappedBuffers
 
 _PR_SET_PDEATHSIG = 1
 # Meant for the training process, which ends its decode processes when it ends.
@@ -39,7 +39,7 @@ class ServerSetup:
     Attributes:
         makers: the sample makers, by number.
         queue: the descriptors of the queue of chunks.
-        ring: the descriptor of the rooms' memory.
+        ring: the descriptor of the buffers' memory.
         reports: the descriptor of the socket for reports of bad records.
     """
 
@@ -123,7 +123,7 @@ def _child(
         decode_chunks(
             worker,
             ChunkQueue(*setup.queue, submits=False),
-            MappedRooms(setup.ring),
+            MappedBuffers(setup.ring),
             socket.socket(fileno=setup.reports),
             setup.makers,
         )

@@ -14,7 +14,7 @@ from paceline.data.upload import Upload, Uploaded
 
 
 class HostBatches:
-    """Maker of batches in the rooms of a decode pool, copied to the device and normalised there.
+    """Maker of batches in the buffers of a decode pool, copied to the device and normalised there.
 
     Args:
         pool: the decode processes.
@@ -40,12 +40,12 @@ class HostBatches:
         """Copy a batch to the device."""
         samples = []
         for work, at in parts:
-            pixels = work.room.samples[at].reshape(-1, *self._shape)
-            samples.append((torch.from_numpy(pixels), torch.from_numpy(work.room.labels[at])))
+            pixels = work.buffer.samples[at].reshape(-1, *self._shape)
+            samples.append((torch.from_numpy(pixels), torch.from_numpy(work.buffer.labels[at])))
         return self._upload(samples)
 
     def release(self, making: Work, copied: torch.cuda.Event | None) -> None:
-        """Give a room back."""
+        """Give a buffer back."""
         self._pool.release(making, copied)
 
     def taken(self, samples: int, waited: float) -> None:

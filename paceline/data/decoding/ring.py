@@ -1,13 +1,13 @@
-"""Ring of rooms: memory that decode processes fill with the samples of batches.
+"""Ring of batch buffers: memory that decode processes fill with the samples of batches.
 
-    one file in memory (memfd)   │ room │ room │ room │ …
-    a room                       records (n,) │ labels (n,) │ samples (n, bytes of a sample)
+    one file in memory (memfd)   │ buffer │ buffer │ buffer │ …
+    a buffer                     records (n,) │ labels (n,) │ samples (n, bytes of a sample)
 
-A room is used again once its batch is on the device. Where batches become larger than the free
-rooms, new rooms take their place at the file's end, and the old ones' memory is given back. A memfd
-needs no room in /dev/shm, which is small in containers. For a device, rooms are pinned: copies to
-the device need no further copy, and the host doesn't wait for them. Pinned memory is all there;
-that of other rooms is there once it is written to.
+A buffer is used again once its batch is on the device. Where batches become larger than the free
+buffers, new ones take their place at the file's end, and the old ones' memory is given back. A
+memfd takes nothing of /dev/shm, which is small in containers. For a device, buffers are pinned:
+copies to the device need no further copy, and the host doesn't wait for them. Pinned memory is all
+there; that of other buffers is there once it is written to.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.data.source import Pixels
 from paceline.errors import DataError
 
 _PAGE = mmap.PAGESIZE
-_FREE = 2  # rooms that wait for the next batches; more are left over from a jump or an evaluation
-_MAPPED = 8  # rooms that a decode process keeps mapped
+_FREE = 2  # buffers that wait for the next batches; more are left over from a jump or an evaluation
+_MAPPED = 8  # buffers that a decode process keeps mapped
 
 
 class CopyEvent(Protocol):
@@ -38,11 +38,11 @@ class CopyEvent(Protocol):
         """Wait until it is."""
 
 
-class Room:
-    """Room of a batch: its records' numbers, their labels and their samples.
+class BatchBuffer:
+    """Buffer of a batch: its records' numbers, their labels and their samples.
 
     Attributes:
-        offset: where the room begins in the file, in bytes.
+        offset: where the buffer begins in the file, in bytes.
         records: int64, shape (n,).
         labels: int64, shape (n,).
         samples: uint8, shape (n, bytes of a sample).
@@ -61,7 +61,7 @@ class Room:
 
 @dataclass(eq=False)
 class _Memory:
-    """Mapped memory of a room."""
+    """Mapped memory of a buffer."""
 
     map: mmap.mmap
     offset: int
@@ -74,10 +74,10 @@ class _Memory:
 
 
 class Ring:
-    """Ring of rooms in the process that takes them for batches, and gives them back.
+    """Ring of batch buffers in the process that takes them for batches, and gives them back.
 
     Args:
-        cuda: whether batches go to a GPU; those rooms are pinned.
+        cuda: whether batches go to a GPU; those buffers are pinned.
     """
 
     def __init__(self, *, cuda: bool) -> None:
@@ -86,10 +86,10 @@ class Ring:
         self._end = 0
         self._free: list[_Memory] = []
         self._used: dict[int, _Memory] = {}  # by offset
-        self._uploading: list[tuple[CopyEvent, int]] = []  # with the room's offset
+        self._uploading: list[tuple[CopyEvent, int]] = []  # with the buffer's offset
 
-    def take(self, count: int, sample_bytes: int, *, pinned: bool) -> Room:
-        """Take a room for `count` samples.
+    def take(self, count: int, sample_bytes: int, *, pinned: bool) -> BatchBuffer:
+        """Take a buffer for `count` samples.
 
         Args:
             count: number of samples.
@@ -97,14 +97,14 @@ class Ring:
             pinned: whether they are copied to the device as they are.
 
         Raises:
-            DataError: CUDA can't pin its memory, or release that of free rooms.
-            MemoryError: there is no memory for another room.
+            DataError: CUDA can't pin its memory, or release that of free buffers.
+            MemoryError: there is no memory for another buffer.
         """
         for event, offset in list(self._uploading):
             if event.query():
                 self._uploading.remove((event, offset))
                 self._add_free(self._used.pop(offset))
-        size = _room_bytes(count, sample_bytes)
+        size = _buffer_bytes(count, sample_bytes)
         registered = pinned and self._cuda
         fitting = [
             memory
@@ -119,29 +119,29 @@ class Ring:
             self._release_free(keep=0)
             memory = self._new(size, registered=registered)
         self._used[memory.offset] = memory
-        return Room(memory.map, memory.offset, count, sample_bytes)
+        return BatchBuffer(memory.map, memory.offset, count, sample_bytes)
 
-    def room(self, offset: int, count: int, sample_bytes: int) -> Room:
-        """Return a room that is taken, by its offset, for a thread that fills it."""
-        return Room(self._used[offset].map, offset, count, sample_bytes)
+    def buffer(self, offset: int, count: int, sample_bytes: int) -> BatchBuffer:
+        """Return a buffer that is taken, by its offset, for a thread that fills it."""
+        return BatchBuffer(self._used[offset].map, offset, count, sample_bytes)
 
-    def free(self, room: Room, copied: CopyEvent | None = None) -> None:
-        """Give a room back.
+    def free(self, buffer: BatchBuffer, copied: CopyEvent | None = None) -> None:
+        """Give a buffer back.
 
         Args:
-            room: one that no process writes to any more.
+            buffer: one that no process writes to any more.
             copied: the event after which the device has read it; None: nothing reads it.
 
         Raises:
-            DataError: CUDA can't release the memory of rooms that aren't needed any more.
+            DataError: CUDA can't release the memory of buffers that aren't needed any more.
         """
         if copied is None:
-            self._add_free(self._used.pop(room.offset))
+            self._add_free(self._used.pop(buffer.offset))
         else:
-            self._uploading.append((copied, room.offset))
+            self._uploading.append((copied, buffer.offset))
 
     def close(self) -> None:
-        """Give all memory back; no room may be used any more."""
+        """Give all memory back; no buffer may be used any more."""
         for event, _ in self._uploading:
             event.synchronize()
         self._free += self._used.values()
@@ -168,7 +168,7 @@ class Ring:
         self._release_free(keep=_FREE)
 
     def _release_free(self, *, keep: int) -> None:
-        """Give the memory of free rooms back to the system, but of the newest few."""
+        """Give the memory of free buffers back to the system, but of the newest few."""
         released = self._free[: len(self._free) - keep] if keep else list(self._free)
         for memory in released:
             self._free.remove(memory)
@@ -178,8 +178,8 @@ class Ring:
             memory.map.madvise(mmap.MADV_REMOVE)
 
 
-class MappedRooms:
-    """Rooms of a ring, mapped by a decode process, which writes samples to them.
+class MappedBuffers:
+    """Buffers of a ring, mapped by a decode process, which writes samples to them.
 
     Args:
         descriptor: the ring's file.
@@ -189,9 +189,9 @@ class MappedRooms:
         self._descriptor = descriptor
         self._maps: dict[int, mmap.mmap] = {}  # by offset; each holds a descriptor
 
-    def room(self, offset: int, count: int, sample_bytes: int) -> Room:
-        """Return the room of `count` samples at an offset."""
-        size = _room_bytes(count, sample_bytes)
+    def buffer(self, offset: int, count: int, sample_bytes: int) -> BatchBuffer:
+        """Return the buffer of `count` samples at an offset."""
+        size = _buffer_bytes(count, sample_bytes)
         # Popped and put back: the order of the dictionary is that of the last use.
         memory = self._maps.pop(offset, None)
         if memory is None or len(memory) < size:
@@ -199,11 +199,11 @@ class MappedRooms:
         self._maps[offset] = memory  # last: the first is the one that was used least recently
         if len(self._maps) > _MAPPED:
             del self._maps[next(iter(self._maps))]
-        return Room(memory, offset, count, sample_bytes)
+        return BatchBuffer(memory, offset, count, sample_bytes)
 
 
-def _room_bytes(count: int, sample_bytes: int) -> int:
-    """Return the bytes of a room, in whole pages."""
+def _buffer_bytes(count: int, sample_bytes: int) -> int:
+    """Return the bytes of a buffer, in whole pages."""
     return -(-count * (16 + sample_bytes) // _PAGE) * _PAGE
 
 

@@ -50,7 +50,7 @@ class ServerProcess:
     """Running fork server and its decode processes.
 
     Args:
-        ring: the descriptor of the rooms' memory.
+        ring: the descriptor of the buffers' memory.
         reports: the socket to which decode processes send reports.
         makers: the sample makers, by number.
 

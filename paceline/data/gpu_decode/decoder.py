@@ -1,6 +1,6 @@
 """Batches made on the GPU: baseline JPEG by nvJPEG, the rest by the CPU, into the same batch.
 
-    room of FileMaker --files----> JpegDecoder --> planes on the device --+
+    buffer of FileMaker --files----> JpegDecoder --> planes on the device --+
                       --samples--> copied to the device ------------------+--> make_samples
 
 A sample has the plan and the random numbers that the CPU gives it. What nvJPEG refuses goes to the
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.data.decoding.ring import Room
+from paceline.data.decoding.ring import BatchBuffer
 from paceline.data.gpu_decode.file_maker import (
     FILE,
     HEADER,
@@ -131,28 +131,28 @@ class GpuBatchDecoder:
         with torch.cuda.stream(self._stream):  # no stream, no effect
             self._constants = constants.to(device, torch.float32)
 
-    def make(self, epoch: int, room: Room) -> GpuBatch:
+    def make(self, epoch: int, buffer: BatchBuffer) -> GpuBatch:
         """Make a batch; the thread waits for nvJPEG, and for the kernels of an earlier batch.
 
         Args:
             epoch: decides with the records' numbers what is random.
-            room: what a `FileMaker` has made of the records.
+            buffer: what a `FileMaker` has made of the records.
         """
         transform = self._maker.transform
         side = transform.image_size
-        headers = headers_of(room.samples)
+        headers = headers_of(buffer.samples)
         plans = headers[:, PLAN].copy()
-        plans[:, 0] = np.arange(len(room))
+        plans[:, 0] = np.arange(len(buffer))
         by_cpu = np.flatnonzero(headers[:, KIND] == SAMPLE).tolist()
-        labels = self._host_zeros(len(room), dtype=torch.int64)
-        labels.numpy()[:] = room.labels
+        labels = self._host_zeros(len(buffer), dtype=torch.int64)
+        labels.numpy()[:] = buffer.labels
         with torch.cuda.stream(self._stream):
-            shape = len(room), transform.channels, side, side
+            shape = len(buffer), transform.channels, side, side
             images = torch.empty(shape, device=self._device, memory_format=self._format)
             for sub_batch in self._sub_batches(headers):
                 kept: list[Tensor] = []
                 places: list[int] = []
-                pixels = self._decode([_file(room, headers, place) for place in sub_batch])
+                pixels = self._decode([_file(buffer, headers, place) for place in sub_batch])
                 for place, each in zip(sub_batch, pixels, strict=True):
                     size = headers[place, HEIGHT], headers[place, WIDTH]
                     if each is None or each.shape[1:] != size or not each.is_contiguous():
@@ -164,7 +164,7 @@ class GpuBatchDecoder:
                 self._launch(plans[places], kept, images)
             bad: dict[int, DataError] = {}
             if by_cpu:
-                self._by_cpu(epoch, room, sorted(by_cpu), labels, bad, images)
+                self._by_cpu(epoch, buffer, sorted(by_cpu), labels, bad, images)
             for place in np.flatnonzero(headers[:, KIND] == NOTHING).tolist():
                 images[place] = 0
             labels = labels.to(self._device, non_blocking=True)
@@ -206,7 +206,7 @@ class GpuBatchDecoder:
     def _by_cpu(
         self,
         epoch: int,
-        room: Room,
+        buffer: BatchBuffer,
         places: list[int],
         labels: Tensor,
         bad: dict[int, DataError],
@@ -217,14 +217,14 @@ class GpuBatchDecoder:
         side = transform.image_size
         length = self._maker.sample_bytes
         host = self._host_zeros(len(places), length, dtype=torch.uint8)
-        made = headers_of(room.samples)[:, KIND] == SAMPLE
-        numbers = self._maker.numbers(epoch, room.records[places])
+        made = headers_of(buffer.samples)[:, KIND] == SAMPLE
+        numbers = self._maker.numbers(epoch, buffer.records[places])
         for at, place in enumerate(places):
             slot = host.numpy()[at]
             if made[place]:
-                slot[:] = room.samples[place, HEADER : HEADER + length]
+                slot[:] = buffer.samples[place, HEADER : HEADER + length]
                 continue
-            record = int(room.records[place])
+            record = int(buffer.records[place])
             try:
                 self._maker.write(record, numbers[at], slot)
             except DataError as error:
@@ -254,6 +254,6 @@ class GpuBatchDecoder:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 
-def _file(room: Room, headers: npt.NDArray[np.int64], place: int) -> Tensor:
-    """Return a file in its room, uint8 of shape (bytes,)."""
-    return torch.from_numpy(room.samples[place, HEADER : HEADER + int(headers[place, LENGTH])])
+def _file(buffer: BatchBuffer, headers: npt.NDArray[np.int64], place: int) -> Tensor:
+    """Return a file in its buffer, uint8 of shape (bytes,)."""
+    return torch.from_numpy(buffer.samples[place, HEADER : HEADER + int(headers[place, LENGTH])])

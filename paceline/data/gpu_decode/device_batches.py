@@ -147,4 +147,4 @@ def _decode(
     while not pool.is_made(making.work):
         if making.dropped.wait(_LOOK_S):
             raise DataError("this batch was dropped")
-    return decoder.make(epoch, making.work.room)
+    return decoder.make(epoch, making.work.buffer)
