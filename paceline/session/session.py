@@ -53,15 +53,16 @@ from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.connect import connect_run
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN
-from paceline.session.resume.start import Start, find_start
+from paceline.session.resume.start import Start, find_start, own_part_name
 from paceline.session.training import Training
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.durable_files import DurableFiles
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.state.checkpoint_files import FOLDER, Checkpoints
+from paceline.state.checkpoint_parts import CheckpointParts, part_names
+from paceline.state.checkpoint_writer import CheckpointWriter, WrittenFiles
 from paceline.timeline.trace import Trace
 from paceline.wiring.average import average_weights
 from paceline.wiring.connections import refuse_divided
@@ -121,6 +122,7 @@ class Session:
     _losses: LossHistory = field(init=False)
     _replicas: Sequence[Replica] = field(default=(), init=False)
     _writer: CheckpointWriter | None = field(default=None, init=False)
+    _parts: CheckpointParts | None = field(default=None, init=False)
 
     def connect(self, group: Group, store: Store) -> None:
         """Connect this process with all others of its run; collective.
@@ -317,6 +319,7 @@ class Session:
             durable=self._durable_start(training),
             speeds=speeds if waits else None,
             first_step_checks=first_step_checks,
+            parts=self._parts,
         )
         return self.steps
 
@@ -406,12 +409,20 @@ class Session:
         return replica
 
     def _open_writer(self, folder: Path, constant: Mapping[str, Any]) -> CheckpointWriter:
-        files = None
+        files: WrittenFiles | None = None
         if self.backup is not None:
             files = DurableFiles(self.run.membership.frames, self.backup, folder)
         given = self.start.given.entries
+        context = self.run.context
+        keep = self.output.keep_checkpoints
+        part = own_part_name(context)
+        if part:
+            parts = part_names(context.mesh.lengths)
+            files = self._parts = CheckpointParts(folder / FOLDER, keep, parts, files)
+            keep = max(keep, 2)  # the newest may be one that another part lacks
+            constant = {**constant, "part": part}
         return CheckpointWriter(
-            Checkpoints(folder, self.output.keep_checkpoints),
+            Checkpoints(folder, keep, part),
             constant={"config": self.identity, **constant, GIVEN: given},
             membership=self.run.membership,
             files=files,
