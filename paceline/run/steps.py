@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
+from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
 from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
@@ -164,6 +165,7 @@ class Steps:
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
+        self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -302,6 +304,9 @@ class Steps:
         self.position.number = number + 1
         self.run.membership.poll(number + 1)
         self._send_summary(number, batch, sums)
+        self._steps_alike += 1
+        if is_trim_due(self._steps_alike):
+            return_freed_memory()
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -660,6 +665,7 @@ class Steps:
                 step, path = files.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
+            self._steps_alike = 0
             try:
                 self.run.recorder.event(
                     "checkpoint",

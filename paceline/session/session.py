@@ -35,6 +35,7 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
+from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
 from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
@@ -47,6 +48,7 @@ from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.recorder import MemberRecorder, Recorder, Recorders
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
@@ -118,6 +120,7 @@ class Session:
     backup: SnapshotBackup | None = field(default=None, init=False)
     steps: Steps | None = field(default=None, init=False)
     total_steps: int | None = field(default=None, init=False)
+    _proposal: ServerProposal = field(default_factory=ServerProposal, init=False)
     _speed: SpeedRecorder = field(default_factory=SpeedRecorder, init=False)
     _losses: LossHistory = field(init=False)
     _replicas: Sequence[Replica] = field(default=(), init=False)
@@ -260,13 +263,17 @@ class Session:
                     self.run.note(note, shown=self.run.leads)
         return self._replicas
 
-    def worker_speeds(self, *, measured: bool, usual_only: bool = False) -> WorkerSpeeds:
-        """Make what measures the ranks' speeds; their shares follow them if they are `measured`.
-
-        Args:
-            usual_only: as of `WorkerSpeeds`.
-        """
-        return WorkerSpeeds(self.run, self.position, measured=measured, usual_only=usual_only)
+    def worker_speeds(self, config: SyncConfig) -> WorkerSpeeds:
+        """Make what measures the ranks' speeds, by which an exchange may divide the batches."""
+        return WorkerSpeeds(
+            self.run,
+            self.position,
+            measured=config.measures_shares,
+            # A script that didn't ask for measured shares isn't refused because it counts its
+            # samples itself, or accumulates over a short batch: its shares stay equal.
+            usual_only=config.shares != "measured",
+            proposal=self._proposal if config.sync == "auto" else None,
+        )
 
     def bind(
         self,
@@ -404,6 +411,7 @@ class Session:
                 pair.share,
                 TrialSetting(folder=self.folder, steps=remaining),
                 buffers=pair.buffers,
+                proposal=self._proposal,
             )
         self.bound.callback(replica.close)  # also where an error or an interrupt follows
         return replica
