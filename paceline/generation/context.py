@@ -167,6 +167,11 @@ class GenerationContext:
         """Whether this rank's samples and sums count: it is the first one of its replica."""
         return self.along("data").ranks[0] == 0
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its part of a checkpoint: it is the first one that has it."""
+        return self.along("data").rank == 0
+
     def along(self, axis: str) -> Group:
         """Return the ranks along an axis, at this rank's place on the others.
 

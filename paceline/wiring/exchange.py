@@ -40,11 +40,12 @@ from paceline.replica.trained_parameters import (
 )
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.server.found_servers import FoundServers, find_parameter_servers
-from paceline.update.batch_norm import BatchShare, RunningStatistics
+from paceline.update.batch_norm import BatchShare, RunningStatistics, SyncBatchNorm
 from paceline.update.divided_optimizer import require_divisible
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import make_updater
+from paceline.update.updater import ELEMENTWISE, is_bucketwise, make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
 from paceline.wiring.pairs import Pair
@@ -366,6 +367,7 @@ def replicate(
     setting: TrialSetting | None = None,
     *,
     buffers: str = "broadcast",
+    proposal: ServerProposal | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -378,6 +380,7 @@ def replicate(
         setting: context of autotuning.
         buffers: "broadcast": each step ends with rank 0's buffers on all ranks; "local": they are
             each rank's own.
+        proposal: of a server, to a run that is without one; None: nothing is proposed.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged, or a server refuses the run.
@@ -401,7 +404,8 @@ def replicate(
         candidates = [_untried(candidates)]
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
-        predictor = StepPredictor(candidates, model, run)
+        served = proposal if _may_be_stale(model, optimizer, trained, config) else None
+        predictor = StepPredictor(candidates, model, run, served)
     autotuner = Autotuner(candidates, run, setting or TrialSetting(), predictor)
     replica = Replica(
         model,
@@ -416,6 +420,15 @@ def replicate(
     if run.timeline.traced:
         replica.on_close(watch_passes(model, run.timeline))
     return replica
+
+
+def _may_be_stale(
+    model: nn.Module, optimizer: Optimizer, trained: TrainedParameters, config: SyncConfig
+) -> bool:
+    """Return whether servers could train a model with workers that are in different steps."""
+    synchronised = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    updated = type(optimizer) in ELEMENTWISE and is_bucketwise(optimizer)
+    return updated and not (synchronised or trained.row_sparse or config.put_options)
 
 
 def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
