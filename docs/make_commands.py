@@ -1,7 +1,8 @@
-"""Write docs/reference/commands.md: every command and flag, from the configuration.
+"""Write docs/reference/commands.md and commands-more.md: every command and flag.
 
     python docs/make_commands.py
 
+They are made from the configuration.
 A flag's name, type and default are a dataclass's field, its meaning the text below the field.
 """
 
@@ -20,6 +21,7 @@ from paceline.cli.main import COMMANDS
 from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.config.ledger import LedgerConfig
+from paceline.config.plan import PlanConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
@@ -36,6 +38,16 @@ Made by `python docs/make_commands.py` from `paceline/config`; don't edit it her
 version. In the name of a flag, `-` may replace `_`. A switch may have a value, as in `--use_cpu
 True`. The default value of each flag is in parentheses. The exit status is 0 for success, 2 for a
 mistake on the command line, 1 for any other failure, 130 after Ctrl-C and 143 after SIGTERM.
+
+This page has the flags of `train` and `launch`; [more commands](commands-more.md) has the others'.
+"""
+
+MORE = """\
+# More commands
+
+Made by `python docs/make_commands.py` from `paceline/config`; don't edit it here.
+
+[Commands](commands.md) says what all commands have in common, and has `train` and `launch`.
 """
 
 LAUNCH = """\
@@ -54,12 +66,13 @@ the first word that is not a flag.
 
 
 def documents() -> dict[str, str]:
-    """Make the text of the page."""
+    """Make the texts of the pages."""
     index = "".join(f"- `paceline {name}`: {what}\n" for name, (_, what) in COMMANDS.items())
     parts = [HEAD, index, "## paceline train\n", "`resnet50_trainer` is the same command.\n"]
     for part, config in get_type_hints(TrainConfig).items():
         parts += [f"### {part.capitalize()}\n", f"{config.__doc__}\n", *_flags(config)]
     parts.append(LAUNCH)
+    more = [MORE]
     others = {
         "serve": ServeConfig,
         "db create": DbCreateConfig,
@@ -68,12 +81,13 @@ def documents() -> dict[str, str]:
         "stop": StopConfig,
         "status": StatusConfig,
         "ledger": LedgerConfig,
+        "plan": PlanConfig,
     }
     for name, config in others.items():
         usage = f"paceline {name} {_positionals(config) or '[FLAGS]'}"
-        parts += [f"## paceline {name}\n", f"`{usage}`\n"]
-        parts += _flags(config)
-    return {"commands": "\n".join(parts)}
+        more += [f"## paceline {name}\n", f"`{usage}`\n"]
+        more += _flags(config)
+    return {"commands": "\n".join(parts), "commands-more": "\n".join(more)}
 
 
 def _flags(config: type) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,8 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.rules import positive, silence
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
+from paceline.generation.builder import Builder
+from paceline.generation.mesh import Mesh
 from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import require_installed
 from paceline.session.recorders import open_trackers_of
@@ -43,6 +46,7 @@ from paceline.state.run_folder import RunFolder
 _FIRST_TIMEOUT = 1200.0
 _TIMEOUT = 60.0
 _IDLE_TIMEOUT = 1800.0
+_AXES = ("stage", "tensor")  # that a mesh may be given
 
 
 def join(
@@ -65,6 +69,7 @@ def join(
     peer_timeout: float = 10.0,
     idle_timeout: float | None = None,
     default_group: bool = False,
+    mesh: Mapping[str, int] | None = None,
 ) -> World:
     """Connect this process to those that were started with it; collective.
 
@@ -113,6 +118,11 @@ def join(
         default_group: make torch's default process group of all ranks, for libraries that look for
             it (torchmetrics, code that asks `torch.distributed.is_initialized()`): by Gloo for
             CPUs, and by NCCL where each rank has its GPU. The loss of a process then ends the run.
+        mesh: among how many processes each replica of the model is divided, the same on all ranks:
+            {"stage": 2} for a pipeline of two stages, {"tensor": 2} for tensors that two processes
+            of one machine share, or both; their product divides the world, and the rest of it is
+            replicas. Stages lie as far apart as they can, on machines of their own where there are
+            as many. None: each process has a replica.
 
     Raises:
         ConfigError: an argument breaks a rule, the ranks differ, or the run is active elsewhere.
@@ -142,6 +152,7 @@ def join(
         silence("peer_timeout", peer_timeout)
         if default_group:
             require_none()
+        lengths = _lengths(mesh)
         output = OutputConfig(
             resume=str(resume),
             reset_optimizer=reset_optimizer,
@@ -165,6 +176,7 @@ def join(
         resources = ExitStack()
         try:
             joined = join_world(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
+            Mesh.of(joined.group.generation, **lengths)
             chosen = _device(device, joined.group)
             exit_handler.activate(joined)
             signals = StopSignals()
@@ -184,16 +196,40 @@ def join(
                 survives=joined.launcher == "paceline" and not default_group,
                 folder=folder,
                 output=output,
-                identity={"seed": seed},
+                identity={"seed": seed, **_mesh_entry(lengths)},
                 seed=seed,
                 signals=signals,
                 notes=ScriptNotes(),
                 resources=resources,
+                builder=Builder(**lengths),
             )
             return _open_world(process, session, default_group=default_group)
         except BaseException:
             resources.__exit__(*sys.exc_info())
             raise
+
+
+def _lengths(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the lengths of the axes that divide a replica, without those of 1.
+
+    Raises:
+        ConfigError: there is no such axis, or a length isn't a whole number of at least 1.
+    """
+    given = mesh or {}
+    for axis, length in given.items():
+        if axis not in _AXES:
+            rule = "its axes are stage and tensor; the rest of the world is data"
+            raise ConfigError(flag="mesh", value=given, rule=rule, remedy=f"leave out {axis!r}")
+        if type(length) is not int or length < 1:
+            rule = "the length of an axis must be a whole number of at least 1"
+            raise ConfigError(flag="mesh", value=given, rule=rule, remedy=f"change {axis!r}")
+    return {axis: given[axis] for axis in _AXES if given.get(axis, 1) > 1}
+
+
+def _mesh_entry(lengths: Mapping[str, int]) -> dict[str, str]:
+    """Return the entry of a run's configuration for a mesh: a run with another is another run."""
+    text = ", ".join(f"{axis} {length}" for axis, length in lengths.items())
+    return {"mesh": text} if lengths else {}
 
 
 def _open_world(process: ScriptProcess, session: Session, *, default_group: bool) -> World:
@@ -238,6 +274,7 @@ def _agree(process: ScriptProcess, session: Session, *, default_group: bool) -> 
     given = {"seed": str(session.seed), "run": "given" if path else "not given"}
     given["trace_steps"] = output.trace_steps
     given |= {"default_group": "True"} if default_group else {}
+    given |= {"mesh": f"{session.identity['mesh']}"} if "mesh" in session.identity else {}
     compare(store, group, "arguments of join()", given, timeout=limit)
     if folder is not None and group.local_rank > 0:  # the first process here has opened it
         folder.hold(group.local_rank)

@@ -144,7 +144,7 @@ def parallelize(
         whole = pairs[0].model
         number = f" {len(world._models.pairs) + 1}" if world._models.pairs else ""
         world._session.agree(
-            f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}
+            f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}, "data"
         )
         facts = {} if average is None else average.facts()
         kinds = ", ".join(type(one).__name__ for one in optimizers)
@@ -152,7 +152,7 @@ def parallelize(
             f"optimizer{number}",
             {"the optimizer": kinds, **arguments, **facts, "buffers": buffers},
         )
-        world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers))
+        world._session.agree(f"parameter groups{number}", _group_facts(whole, optimizers), "data")
         synchronised = batch_norms(whole, every=sync_bn, averaged=average is not None)
         if synchronised:
             refuse_stale(config, {"sync_bn": True})

@@ -104,12 +104,7 @@ class ScriptModels:
         config = everything[0].config
         self._position.measured = config.measures_shares
         self._position.must_divide = config.shares == "measured"
-        speeds = session.worker_speeds(
-            measured=config.measures_shares,
-            # A script that didn't ask for measured shares isn't refused because it counts its
-            # samples itself, or accumulates over a short batch: its shares stay equal.
-            usual_only=config.shares != "measured",
-        )
+        speeds = session.worker_speeds(config)
         checks = self._first_step_checks(training)
         session.bind(training, speeds, first_step_checks=checks)
         return training
@@ -152,7 +147,8 @@ class ScriptModels:
 
     def _first_step_checks(self, training: Training) -> FirstStepChecks | None:
         session = self._session
-        if session.run.context.world.size == 1:
+        mesh = session.run.context.mesh
+        if mesh.divided or mesh.lengths["data"] == 1:  # a stage knows no batch, or no loss
             return None
         checks = FirstStepChecks(
             session.run,

@@ -12,7 +12,7 @@ or an evaluation, belongs to the earlier epoch and is repeated if the run stops 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +74,26 @@ class World:
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
         return self._run.context.world.local_world_size
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """The number of processes along each axis: "data", the replicas; "stage"; "tensor"."""
+        return self._run.context.mesh.lengths
+
+    def coordinate(self, axis: str) -> int:
+        """Return this process's place along an axis of the mesh, from 0: its stage, say.
+
+        Processes that differ in "stage" or "tensor" alone share one replica of the model; the
+        loader gives them the same samples. After a loss, "data" is counted anew.
+
+        Raises:
+            ConfigError: the mesh has no such axis.
+        """
+        if axis not in self.mesh:
+            raise ConfigError(
+                f"world.coordinate({axis!r}) was called, but the axes are {', '.join(self.mesh)}."
+            )
+        return self._run.context.along(axis).rank
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +251,7 @@ class World:
             self._loop.call_on_all_ranks(call, merge, torch.empty(0))
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks; collective.
+        """Return the sum of a tensor over all ranks, or over replicas of several; collective.
 
         Args:
             tensor: of the same shape and dtype on all ranks.
@@ -373,7 +393,7 @@ class World:
         """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
 
         Rank 0 alone may call it, unless ranks have state of their own to contribute: with a lossy
-        wire, with update="sharded", or with sync="average".
+        wire, with update="sharded", with sync="average", or with a mesh that divides the model.
 
         Call it where the next step could begin: a resumed run repeats what comes before that step.
         Where a peer is lost, and the loop continues without it, nothing is saved: the loop goes
@@ -395,11 +415,12 @@ class World:
         replica = self._loop.replica
         with self._end.explained(call):
             try:
-                if replica is not None and replica.stateful:
+                in_parts = self._run.context.mesh.divided
+                if replica is not None and (replica.stateful or in_parts):
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
                     with context.activities.call(call):
-                        require_same_call(context.group("all", "steps"), call, "", what)
+                        require_same_call(context.group("data", "steps"), call, "", what)
                 steps.save(together=False)
             except CommError as error:
                 return self._loop.lose_between_steps(error)
@@ -480,7 +501,8 @@ class World:
         evaluated = 0 if loop.rollback.entered else loop.evaluated
         own = LastState(steps=self.steps, code=code_of(checksums), used=used, evaluated=evaluated)
         report = print_message_for_scripts
-        return post_and_compare(joined.store, joined.group, own, checksums, report)
+        group = self._run.context.along("data")
+        return post_and_compare(joined.store, group, own, checksums, report)
 
     def __enter__(self) -> Self:
         return self

@@ -31,6 +31,7 @@ COMMANDS = {
         "show a run's members, step, speed, lost workers",
     ),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
+    "plan": ("paceline.cli.plan", "show the schedules of a pipeline, and which is the fastest"),
 }
 _USAGE = """\
 usage: paceline COMMAND [OPTIONS]

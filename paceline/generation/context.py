@@ -57,6 +57,7 @@ class WindowSpec:
     """Specification of a window: its ranks, and how they are reached.
 
     Attributes:
+        axis: of the mesh, along which the window's ranks are; they are counted along it.
         transport: "tcp" or "nixl".
         connections: number of TCP connections to each rank of another machine.
         leaders: only the first worker of each machine has peers there: GPUs sum first.
@@ -65,6 +66,7 @@ class WindowSpec:
         servers: are ranks of the window, behind all others; with "tcp".
     """
 
+    axis: str = "data"
     transport: str = "tcp"
     connections: int = 1
     leaders: bool = False
@@ -146,7 +148,12 @@ class GenerationContext:
         own = self.device.type == "cuda" and self.world.size > 1
         reporting = self.group("all", "summaries" if own else "steps")
         self.summaries = StepSummaries(
-            reporting, self.device, self.limits, self.activities, self.timeline
+            reporting,
+            self.device,
+            self.limits,
+            self.activities,
+            self.timeline,
+            replicas=self.mesh.lines("data"),
         )
         return self
 
@@ -159,15 +166,25 @@ class GenerationContext:
         self.world = replace(self.world, generation=generation)
         self._along.clear()
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples and sums count: it is the first one of its replica."""
+        return self.along("data").ranks[0] == 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its part of a checkpoint: it is the first one that has it."""
+        return self.along("data").rank == 0
+
     def along(self, axis: str) -> Group:
         """Return the ranks along an axis, at this rank's place on the others.
 
         Args:
-            axis: of the mesh: "data", "all" or "machine".
+            axis: of the mesh: "data", "stage", "tensor", "all" or "machine".
         """
         if axis not in self._along:
             own = self.world.rank
-            ranks = next(line for line in self.mesh.lines(axis) if own in line)
+            ranks = self.mesh.line(axis, own)
             self._along[axis] = replace(self.world, ranks=ranks, rank=ranks.index(own))
         return self._along[axis]
 
@@ -232,16 +249,19 @@ class GenerationContext:
             if self._interrupted:
                 waits.interrupt()
 
-    def next_window(self, purpose: str) -> str:
+    def next_window(self, purpose: str, axis: str = "data") -> str:
         """Return the name of the next window for a purpose, unlike that of any other window."""
-        number = self._windows[purpose]
-        return f"{self.world.generation.key_prefix}/window/{purpose}/{number}"
+        line = self.along(axis)
+        where = "" if line.size == self.world.size else f"{axis}/{line.ranks[0]}/"
+        number = self._windows[f"{axis}/{purpose}"]
+        return f"{self.world.generation.key_prefix}/window/{where}{purpose}/{number}"
 
     def window(self, purpose: str, spec: WindowSpec, size: int, notifications: int) -> Window:
         """Open a window, over memory shared inside a machine unless by NIXL; collective.
 
         Args:
-            purpose: what it is for, such as "gradients"; any number of windows may be for one.
+            purpose: what it is for, such as "gradients"; any number of windows may be for one. The
+                ranks along the axis open them in one order.
             spec: its ranks, and how they are reached.
             size: bytes of the window's memory.
 
@@ -249,11 +269,11 @@ class GenerationContext:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
-        group = self.world
-        name = self.next_window(purpose)
+        group = self.along(spec.axis)
+        name = self.next_window(purpose, spec.axis)
         number = self._windows.total()
-        self._windows[purpose] += 1
-        machines = self.mesh.lines("machine")
+        self._windows[f"{spec.axis}/{purpose}"] += 1
+        machines = self.mesh.machines_along(spec.axis, self.world.rank)
         exchanging = [ranks[:1] for ranks in machines] if spec.leaders else machines
         if spec.worker is not None:
             exchanging = [(spec.worker,)]
@@ -261,7 +281,7 @@ class GenerationContext:
         link = spec.servers
         servers = range(group.size, group.size + (0 if link is None else link.count))
         bootstrap = Bootstrap(
-            addresses=GatheredAddresses(self.group("all", "steps"), link),
+            addresses=GatheredAddresses(self.group(spec.axis, "steps"), link),
             rank=group.rank,
             world_size=servers.stop,
             token=group.generation.token,

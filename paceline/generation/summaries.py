@@ -58,11 +58,13 @@ class StepSummary:
         interval: the interval between snapshots that rank 0 asks for; 0: it doesn't.
         same_outcome: whether the step ended alike on all ranks.
         checked: whether any rank checked the state before the step.
-        same_state: whether all ranks reported the same code of it.
+        same_state: whether all ranks whose state is equal reported the same code of it.
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
         seen: the rows of `FirstStepChecks`, summed over the ranks; () after the first steps.
+        written: the number of completed steps in the newest checkpoint of which all parts are
+            written; 0 where they aren't of one.
     """
 
     step: int
@@ -77,6 +79,7 @@ class StepSummary:
     check_interval: int = 0
     times: tuple[float, ...] = ()
     seen: tuple[float, ...] = ()
+    written: int = 0
 
 
 class StepSummaries:
@@ -88,6 +91,7 @@ class StepSummaries:
         limits: seconds to wait for the device or a peer: at the start, and in later steps.
         activities: what the peers do, for which a device may wait.
         timeline: measures the waits; None: nothing does.
+        replicas: groups of ranks whose state is equal; (): that of all ranks is.
 
     Attributes:
         communicator: connects the ranks.
@@ -103,8 +107,11 @@ class StepSummaries:
         limits: tuple[float, float] = (60.0, 60.0),
         activities: PeerActivities = NO_PEERS,
         timeline: Timeline | None = None,
+        *,
+        replicas: Sequence[Sequence[int]] = (),
     ) -> None:
         self.communicator = communicator
+        self._replicas = [list(ranks) for ranks in replicas or [range(communicator.world_size)]]
         self._timeline = timeline or Timeline()
         self.alone = communicator.world_size == 1
         self.lag = 0 if self.alone and device.type == "cpu" else 1
@@ -145,6 +152,7 @@ class StepSummaries:
         check_interval: int = 0,
         times: Sequence[float] = (),
         seen: Sequence[float] = (),
+        written: int = 0,
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
@@ -162,9 +170,11 @@ class StepSummaries:
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
             seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
+            written: the number of completed steps in the newest file of this rank's part of a
+                checkpoint; 0: there is none.
         """
         marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
-        marks += [outcome, outcome**2, code, code**2]
+        marks += [outcome, outcome**2, code, written]
         pending = _Pending(
             step=step,
             sums=sums,
@@ -195,7 +205,7 @@ class StepSummaries:
             timed = len(numbers) - _MARKS - pending.timed  # where the times begin
             values = timed - pending.seen
             stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
-            codes = numbers[-4:]
+            outcomes, squares, codes, _ = numbers[-4:]
             yield StepSummary(
                 step=pending.step,
                 sums=tuple(numbers[:values]),
@@ -203,13 +213,28 @@ class StepSummaries:
                 request=int(request),
                 acknowledged=tuple(count == ranks for count in counts),
                 interval=int(interval),
-                same_outcome=all_equal(codes[0], codes[1], ranks),
-                checked=codes[2] > 0,
-                same_state=all_equal(codes[2], codes[3], ranks),
+                same_outcome=all_equal(outcomes, squares, ranks),
+                checked=codes > 0,
+                same_state=self._same_state(pending),
                 check_interval=int(check_interval),
                 times=tuple(numbers[timed:-_MARKS]),
                 seen=tuple(numbers[values:timed]),
+                written=self._written(pending),
             )
+
+    def _same_state(self, pending: _Pending) -> bool:
+        """Return whether ranks whose state is equal reported the same code of it."""
+        if pending.rows is None:
+            return True
+        codes = pending.rows[:, -2]
+        return all(len(codes[ranks].unique()) == 1 for ranks in self._replicas)
+
+    def _written(self, pending: _Pending) -> int:
+        """Return the steps in the newest files of the first ranks of replicas; 0: they differ."""
+        if pending.rows is None:
+            return 0
+        newest = {*pending.rows[[ranks[0] for ranks in self._replicas], -1].tolist()}
+        return int(newest.pop()) if len(newest) == 1 else 0
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""

@@ -81,6 +81,9 @@ class ResNet(nn.Module):
             paper): 16 channels in the first stage, a 3x3 stem without pooling, and shortcuts
             without parameters. Otherwise: 64 channels, a 7x7 stem with pooling, and projection
             shortcuts.
+
+    Attributes:
+        pools: whether the stem has a pooling.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class ResNet(nn.Module):
         width, shortcut = (16, PadShortcut) if small else (64, _projection)
         self.conv1 = convolution(num_channels, width, 3 if small else 7, 1 if small else 2)
         self.bn1 = nn.BatchNorm2d(width)
-        self._pools = not small
+        self.pools = not small
         self._stages = [f"layer{n + 1}" for n in range(len(depths))]
         channels = width
         for number, depth in enumerate(depths):
@@ -108,13 +111,22 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (n, num_channels, h, w) of any size to logits (n, num_labels)."""
-        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        if self._pools:
-            x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+        x = activated(self.bn1(self.conv1(x)), pools=self.pools)
         for name in self._stages:
             x = self.get_submodule(name)(x)
-        logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        logits: Tensor = self.fc(averaged(x))
         return logits
+
+
+def activated(x: Tensor, *, pools: bool) -> Tensor:
+    """Return what the stem makes of its normalised images, (n, channels, h, w)."""
+    x = F.relu(x, inplace=True)
+    return F.max_pool2d(x, kernel_size=3, stride=2, padding=1) if pools else x
+
+
+def averaged(x: Tensor) -> Tensor:
+    """Return the mean of each channel: (n, channels, h, w) to (n, channels)."""
+    return F.adaptive_avg_pool2d(x, 1).flatten(1)
 
 
 class PadShortcut(nn.Module):

@@ -9,9 +9,10 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
 
     run         a start of generation g, by each of its ranks; its members in rank order, its id,
                 the number of completed steps from which it starts, and all its ancestors as
-                [id, start]. The member's lines that follow are of this generation. Where an
-                optimizer's step trains several batches, each counts as a step, and a start names
-                the last one of them; `restore` has the number of completed steps
+                [id, start]. A rank is a replica's number, where several processes have one; of
+                those, all but the first write counts false. The lines that follow are of this
+                generation. Where an optimizer's step trains several batches, each counts as a step,
+                and a start names the last one of them; `restore` has the number of completed steps
     restore     generation g resumes before step s: its ancestors' lines from step s on are void
     recovery    generation g is entered: what that took, in seconds (`change_account.py`), and when
                 this member detected the loss, by the machine's monotonic clock
@@ -75,7 +76,7 @@ _IF_MEASURED = (
     *("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms", "check_ms", "waits_ms"),
     *("sent", "received", "boundary_ms", "wait_input_ms", "staleness"),
 )
-_IF_GIVEN = {"step": _IF_MEASURED, "run": ("drawn",)}
+_IF_GIVEN = {"step": _IF_MEASURED, "run": ("drawn", "counts")}
 _NAME = re.compile(r"events\.(?:rank(?P<rank>\d+)|(?P<id>.+-(?P<number>\d+)))\.jsonl")
 
 

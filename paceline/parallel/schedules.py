@@ -32,13 +32,7 @@ Pass = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 @dataclass(frozen=True)
 class Task:
-    """One pass of a stage over one microbatch.
-
-    Attributes:
-        kind: "backward" computes all gradients, "backward_input" those of the stage's input,
-            "backward_weight" those of its parameters.
-        microbatch: from 0.
-    """
+    """One pass of a stage over one microbatch, counted from 0."""
 
     kind: Pass
     microbatch: int
@@ -49,44 +43,30 @@ Schedule = tuple[tuple[Task, ...], ...]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Return the schedule with all forward passes before the first backward pass.
-
-    Raises:
-        ConfigError: there is no stage, or there are fewer microbatches than stages.
-    """
+    """Return the schedule with all forward passes before the first backward pass."""
     _check(stages, microbatches)
     tasks = (*_passes("forward", microbatches), *_passes("backward", microbatches))
     return (tasks,) * stages
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Return the schedule in which forward and backward passes alternate, once P − s have begun.
-
-    Raises:
-        ConfigError: as `gpipe`.
-    """
+    """Return the schedule in which forward and backward passes alternate, once P − s have begun."""
     _check(stages, microbatches)
     backward = [(task,) for task in _passes("backward", microbatches)]
     return tuple(_alternating(stages - stage, backward) for stage in range(stages))
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Return 1F1B with divided backward passes: stage s holds its weights' back by s microbatches.
-
-    Raises:
-        ConfigError: as `gpipe`.
-    """
+    """Return 1F1B with divided backward passes; stage s runs its weights' s microbatches late."""
     _check(stages, microbatches)
     inputs = _passes("backward_input", microbatches)
     weights = _passes("backward_weight", microbatches)
     schedule = []
     for stage in range(stages):
-        backward = [
-            (inputs[m],) if m < stage else (inputs[m], weights[m - stage])
-            for m in range(microbatches)
-        ]
-        last_weights = weights[microbatches - stage :]
-        schedule.append(_alternating(stages - stage, backward) + last_weights)
+        early = [(task,) for task in inputs[:stage]]
+        backward = [*early, *zip(inputs[stage:], weights, strict=False)]
+        late = weights[microbatches - stage :]
+        schedule.append(_alternating(stages - stage, backward) + late)
     return tuple(schedule)
 
 
@@ -101,12 +81,11 @@ def make_schedule(name: str, stages: int, microbatches: int) -> Schedule:
     """Return the schedule of a name.
 
     Raises:
-        ConfigError: there is none, or as `gpipe`.
+        ConfigError: there is none, no stage, or fewer microbatches than stages, as `SCHEDULES`.
     """
     if name not in SCHEDULES:
-        rule = "there is no such schedule"
-        remedy = f"use {', '.join(SCHEDULES)}"
-        raise ConfigError(flag="schedule", value=name, rule=rule, remedy=remedy)
+        rule = f"must be one of {', '.join(SCHEDULES)}"
+        raise ConfigError(flag="schedule", value=name, rule=rule)
     return SCHEDULES[name](stages, microbatches)
 
 

@@ -63,7 +63,7 @@ def post_and_compare(
 
     Args:
         store: the run's store; if it is lost, nothing is compared.
-        group: all ranks.
+        group: the ranks whose state is equal.
         own: this rank's last state.
         checksums: of its parameters.
         report: prints a warning, if the states differ where a script may have used parameters; or
@@ -75,7 +75,7 @@ def post_and_compare(
     Raises:
         CommError: another version of Paceline has posted a state.
     """
-    prefix = f"{group.generation.key_prefix}/last"
+    prefix = f"{group.generation.key_prefix}/last/{group.ranks[0]}"
     reports = group.rank == 0  # whether a timeout of this rank's is reported
 
     def post() -> list[bytes]:

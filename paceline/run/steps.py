@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
-from paceline.comm.communicator import total
+from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
+from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -43,6 +44,7 @@ from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.state.checkpoint_parts import CheckpointParts
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.timeline.timeline import SETTLE
 
@@ -78,6 +80,7 @@ class Steps:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, with the timeline's account of it.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
+        parts: knows which checkpoints are written, where they are in parts; None: they aren't.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -112,6 +115,7 @@ class Steps:
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
         first_step_checks: FirstStepChecks | None = None,
+        parts: CheckpointParts | None = None,
     ) -> None:
         self.speeds = speeds
         self._generation_checks = first_step_checks
@@ -121,6 +125,7 @@ class Steps:
         self._replica = replica
         self.run = run
         self._writer = writer
+        self._parts = parts
         self._seed = seed
         self._batch: BatchSlice | None = None  # of the step under way
         self._further = False  # that step trains the batch of the last one, too
@@ -160,6 +165,7 @@ class Steps:
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
+        self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -298,6 +304,9 @@ class Steps:
         self.position.number = number + 1
         self.run.membership.poll(number + 1)
         self._send_summary(number, batch, sums)
+        self._steps_alike += 1
+        if is_trim_due(self._steps_alike):
+            return_freed_memory()
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -436,7 +445,7 @@ class Steps:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None or not (self.run.leads or leaderless):
+        if self._writer is None or not (self.run.context.writes or leaderless):
             return None
         steps = self._writer.rescue()
         self._record_published(self._writer.published)
@@ -454,9 +463,12 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.recovery.survives and self._checkpoints.saving:
+        in_parts = self._parts is not None
+        if self._checkpoints.saving and (in_parts or (together and self.recovery.survives)):
             self._await_leader()
         self.wait_for_files()
+        if self._parts is not None and self._checkpoints.saving:
+            self._confirm_parts(self._parts)
         self.run.recorder.event("finish", stopped=stopped)
 
     def wait_for_files(self) -> None:
@@ -479,10 +491,18 @@ class Steps:
         limit = context.limits[1] / 4
         written = False
         while not written:
-            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            own = self._writer is None or not context.writes or self._writer.written(limit)
             missing = torch.tensor([not own], dtype=torch.float64)
             what = "the wait for the last checkpoint"
             written = not total(context.group("all", "steps"), missing, what).item()
+
+    def _confirm_parts(self, parts: CheckpointParts) -> None:
+        """Write the index of the last checkpoint, if all its parts are written; collective."""
+        communicator = self.run.context.group("all", "steps")
+        written = gather_counts(communicator, parts.written_steps, "the parts of a checkpoint")
+        newest = {written[ranks[0]] for ranks in self.run.context.mesh.lines("data")}
+        if self.run.leads and len(newest) == 1:
+            parts.confirm(newest.pop())
 
     def _enter_span(self, name: str, **fields: object) -> None:
         span = self.run.timeline.span(name, **fields)
@@ -567,6 +587,8 @@ class Steps:
         outcome = self._replica.stepped | self._continued
         self._continued = 0
         self._stepped[number] = outcome
+        if not self.run.context.counts:
+            sums = torch.zeros_like(sums)  # the first rank of the replica has its values
         self.run.context.summaries.send(
             number,
             sums,
@@ -579,6 +601,7 @@ class Steps:
             check_interval=check_interval,
             times=times,
             seen=seen,
+            written=0 if self._parts is None else self._parts.written_steps,
         )
 
     def _receive_summaries(self, *, before: int) -> None:
@@ -592,6 +615,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
+            if summary.written and self._parts is not None and self.run.leads:
+                self._parts.confirm(summary.written)
             if self._watch is not None:
                 self._watch.check(summary.step, summary.sums)
 
@@ -640,6 +665,7 @@ class Steps:
                 step, path = files.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
+            self._steps_alike = 0
             try:
                 self.run.recorder.event(
                     "checkpoint",
@@ -653,9 +679,14 @@ class Steps:
                 raise
 
     def _seed_torch(self, purpose: int, number: int) -> int:
-        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank)."""
-        rank = self.run.context.along("data").rank
-        word = splitmix.word(splitmix.base(self._seed, purpose, number), rank)
+        """Seed torch's streams; return the seed: a function of (seed, purpose, step, rank, stage).
+
+        Tensor ranks, which compute the same layers, have the same one.
+        """
+        context = self.run.context
+        stage = context.along("stage").rank if context.mesh.divided else 0
+        base = splitmix.base(self._seed, purpose, number, *([stage] if stage else []))
+        word = splitmix.word(base, context.along("data").rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(word)

@@ -172,7 +172,7 @@ class ReplicaCheck:
 
     def _refuse_outcome(self, step: int, stepped: int) -> None:
         """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
-        communicator = self._run.context.group("data", "steps")
+        communicator = self._run.context.group("all", "steps")
         what = "the comparison of the ranks' steps"
         bits = gather_counts(communicator, int(stepped), what)
         which = next((i for i in range(20) if len({one >> i & 1 for one in bits}) > 1), 0)
@@ -193,6 +193,11 @@ class ReplicaCheck:
         what = "the comparison of the replicas"
         communicator = self._run.context.group("data", "steps")
         texts = gather_bytes(communicator, data, what)
+        if len({*texts}) == 1:  # those of another stage differ, which says more
+            raise ReplicasDiffer(
+                f"the replicas of another part of the model differ after {many(step, 'step')}: see "
+                "the messages of the other ranks."
+            )
         raise replicas_differ(step, [json.loads(text) for text in texts], self._equal)
 
 

@@ -41,11 +41,12 @@ from paceline.replica.trained_parameters import (
 )
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.server.found_servers import FoundServers, find_parameter_servers
-from paceline.update.batch_norm import BatchShare, RunningStatistics
+from paceline.update.batch_norm import BatchShare, RunningStatistics, SyncBatchNorm
 from paceline.update.divided_optimizer import require_divisible
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import make_updater
+from paceline.update.updater import ELEMENTWISE, is_bucketwise, make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
 from paceline.wiring.pairs import Pair
@@ -280,8 +281,8 @@ def window_of(config: SyncConfig, run: Run) -> WindowSpec:
 
 
 def topology_of(context: GenerationContext, *, alone: bool) -> Topology:
-    """Return the groups of ranks that share memory: those of a machine, or each rank alone."""
-    lines = context.mesh.lines("machine")
+    """Return the replicas' groups that share memory: those of a machine, or each rank alone."""
+    lines = context.mesh.machines_along("data", context.world.rank)
     return Topology(groups=tuple((r,) for line in lines for r in line) if alone else lines)
 
 
@@ -373,6 +374,7 @@ def replicate(
     setting: TrialSetting | None = None,
     *,
     buffers: str = "broadcast",
+    proposal: ServerProposal | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -385,6 +387,7 @@ def replicate(
         setting: context of autotuning.
         buffers: "broadcast": each step ends with rank 0's buffers on all ranks; "local": they are
             each rank's own.
+        proposal: of a server, to a run that is without one; None: nothing is proposed.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged, or a server refuses the run.
@@ -404,9 +407,12 @@ def replicate(
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(config, trained, machines, device, run.context.sharing)
+    if run.context.mesh.divided:  # stages have models of their own, and no trials together
+        candidates = [_untried(candidates)]
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
-        predictor = StepPredictor(candidates, model, run)
+        served = proposal if _may_be_stale(model, optimizer, trained, config) else None
+        predictor = StepPredictor(candidates, model, run, served)
     autotuner = Autotuner(candidates, run, setting or TrialSetting(), predictor)
     replica = Replica(
         model,
@@ -423,11 +429,25 @@ def replicate(
     return replica
 
 
+def _may_be_stale(
+    model: nn.Module, optimizer: Optimizer, trained: TrainedParameters, config: SyncConfig
+) -> bool:
+    """Return whether servers could train a model with workers that are in different steps."""
+    synchronised = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    updated = type(optimizer) in ELEMENTWISE and is_bucketwise(optimizer)
+    return updated and not (synchronised or trained.row_sparse or config.put_options)
+
+
 def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:
     """Make what broadcasts a model's buffers; collective on GPUs, where it has any."""
     if next(computed_buffers(model), None) is not None:
         run.open("data", "buffers")
     return BufferBroadcast(model, run)
+
+
+def _untried(candidates: Sequence[SyncConfig]) -> SyncConfig:
+    """Return the candidate that is used where none is tried."""
+    return next((c for c in candidates if c.sync == "allreduce"), candidates[0])
 
 
 def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> GroupedReplica:
@@ -447,8 +467,7 @@ def replicate_grouped(pair: Pair, index: int, run: Run, given: SyncConfig) -> Gr
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     machines = run.context.world.generation.workers_per_machine
     candidates = candidates_of(given, trained, machines, device, run.context.sharing)
-    config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
-    autotuner = Autotuner([config], run, TrialSetting())
+    autotuner = Autotuner([_untried(candidates)], run, TrialSetting())
     apart = nn.Module()  # the replica exchanges running statistics apart
     replica = GroupedReplica(
         model,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
+from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
@@ -84,3 +88,109 @@ def test_replicas_are_equal_along_the_data_axis_and_summaries_are_of_all_ranks()
     # A rank's input is normalised to -1 or 1, so the gradient is (1 - 0) / 2, and (3 - 2) / 2.
     assert [zero[-1], two[-1]] == pytest.approx([9.5, 11.5], abs=1e-3)
     assert all(each["summed"] == ((4.0,), True) for each in found)
+
+
+def stage_model(stage: int) -> nn.Module:
+    """Return a stage's part, which differs from the other's in shapes, too."""
+    torch.manual_seed(stage)
+    return nn.Sequential(nn.Linear(5, 7 + stage), nn.Tanh(), nn.Linear(7 + stage, 3)).double()
+
+
+def batch_of(stage: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the global batch of a stage's step: (6, 5), (6,)."""
+    numbers = torch.Generator().manual_seed(100 * stage + step)
+    return torch.randn(6, 5, generator=numbers).double(), torch.arange(6) % 3
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained_alone(stage: int, steps: int) -> list[Tensor]:
+    model = stage_model(stage)
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        x, y = batch_of(stage, step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("machines", [(2, 2), (4,), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SyncConfig(sync="allreduce"),
+        SyncConfig(sync="notified", bucket_mb=1e-4),
+        SyncConfig(sync="notified", update="sharded", bucket_mb=1e-4),
+        SyncConfig(sync="auto"),
+    ],
+    ids=("allreduce", "notified", "sharded", "auto"),
+)
+def test_each_stage_sums_its_own_gradients_along_the_data_axis(
+    config: SyncConfig, machines: tuple[int, ...]
+) -> None:
+    steps = 4
+    connections = Connections()
+    models = [stage_model(stage) for stage in (0, 1)]  # torch's numbers are of all threads
+
+    def train(own: Communicator) -> list[Tensor]:
+        world = world_of(machines, own.rank)
+        mesh = Mesh.of(world.generation, stage=2)
+        context = open_context(world, connections.connect, device=CPU, limits=LIMITS, mesh=mesh)
+        with Run(context=context) as run:
+            stage = context.along("stage").rank
+            model = copy.deepcopy(models[stage])
+            if run.rank_and_size()[0]:
+                nn.init.zeros_(model[0].weight)  # rank 0 of its line has the right one
+            optimizer = optimizer_of(model)
+            replica = replicate(model, optimizer, run, config)
+            for step in range(steps):
+                x, y = batch_of(stage, step)
+                with replica_step(replica, step, 1 / 2, 3):
+                    part = slice(run.rank_and_size()[0], None, 2)
+                    F.cross_entropy(model(x[part]), y[part]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            replica.settle()
+            weights = [p.detach().clone() for p in model.parameters()]
+            replica.drain()
+            replica.close()
+        return weights
+
+    for rank, weights in enumerate(run_ranks(4, train)):
+        for own, expected in zip(weights, trained_alone(rank // 2, steps), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("machines", [(2, 2), (4,)])
+def test_windows_along_stages_carry_puts_between_the_stages_of_one_replica(
+    machines: tuple[int, ...],
+) -> None:
+    connections = Connections()
+
+    def exchange(context: GenerationContext) -> tuple[int, list[float]]:
+        spec = WindowSpec(axis="stage")
+        window = context.window("activations", spec, 8, 1)
+        with closing(window):
+            stage = context.along("stage").rank
+            other = 1 - stage
+            own = torch.tensor([float(context.world.rank)], dtype=torch.float64)
+            window.put(other, 0, own, 0, 1)
+            window.wait(other, 0, 1, limit=10.0, operation="an activation")
+            received = window.memory.view(torch.float64).tolist()
+            window.flush(other, limit=10.0, operation="an activation")
+            context.group("all", "steps").all_reduce(own).wait("the end")
+            return window.world_size, received
+
+    def run(own: Communicator) -> tuple[int, list[float]]:
+        world = world_of(machines, own.rank)
+        mesh = Mesh.of(world.generation, stage=2)
+        context = open_context(world, connections.connect, device=CPU, limits=LIMITS, mesh=mesh)
+        with context:
+            if context.along("stage").rank:  # which opens another window before, in its own line
+                context.window("activations", WindowSpec(), 8, 1).close()
+            return exchange(context)
+
+    assert run_ranks(4, run) == [(2, [2.0]), (2, [3.0]), (2, [0.0]), (2, [1.0])]

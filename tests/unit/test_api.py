@@ -23,7 +23,7 @@ SIGNATURES = {
     "checkpoint_minutes=5.0, "
     "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, replica_check=True, "
     "trace_steps='', tracker='', seed=0, device=None, first_iter_timeout=None, timeout=None, "
-    "peer_timeout=10.0, idle_timeout=None, default_group=False)",
+    "peer_timeout=10.0, idle_timeout=None, default_group=False, mesh=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "
     "sync_bn=False, buffers='broadcast')",
@@ -35,6 +35,7 @@ SIGNATURES = {
     "World.no_sync": "(self)",
     "World.reduce": "(self)",
     "World.settle": "(self)",
+    "World.coordinate": "(self, axis)",
     "World.merge": "(self)",
     "World.total": "(self, tensor)",
     "World.evaluation": "(self, loader)",
@@ -47,7 +48,7 @@ SIGNATURES = {
 PROPERTIES = {
     "World": {
         *("rank", "world_size", "local_rank", "local_world_size", "device", "generation"),
-        *("epoch", "steps", "staleness"),
+        *("epoch", "steps", "staleness", "mesh"),
     },
     "Loader": {"epoch", "step", "steps", "count", "samples"},
 }

@@ -136,7 +136,7 @@ def test_one_stage_has_one_process_s_order() -> None:
             "idle for 50% of a step (the bubble), or for longer; use 16 microbatches, with which "
             "it is 16%.",
         ),
-        ("2f2b", 2, 4, "--schedule 2f2b: there is no such schedule; use gpipe, 1f1b, zb-h1."),
+        ("2f2b", 2, 4, "--schedule 2f2b: must be one of gpipe, 1f1b, zb-h1."),
     ],
 )
 def test_what_has_no_schedule_is_refused(

@@ -50,7 +50,7 @@ def compare(
 
     Args:
         store: the run's store.
-        group: all ranks.
+        group: the ranks: all, or those along an axis.
         subject: what the facts are about.
         facts: names and short texts; a name that a rank doesn't have counts as "missing".
         timeout: seconds to wait for the others.
@@ -65,11 +65,12 @@ def compare(
     # Ranks with different tokens have different prefixes, and would not find each other's keys.
     within = "" if subject == _JOB_TOKEN else f"{group.generation.key_prefix}/"
     prefix = f"{within}preflight/{subject}"
-    store.set(f"{prefix}/facts/{group.rank}", text)
+    own = group.ranks[group.rank]  # in the generation: other groups compare the same subject
+    store.set(f"{prefix}/facts/{own}", text)
     # All ranks read the digests, which are short; the
     # facts of two ranks are read where they differ.
-    store.set(f"{prefix}/digest/{group.rank}", hashlib.sha256(text.encode()).hexdigest())
-    keys = [f"{prefix}/digest/{rank}" for rank in range(group.size)]
+    store.set(f"{prefix}/digest/{own}", hashlib.sha256(text.encode()).hexdigest())
+    keys = [f"{prefix}/digest/{rank}" for rank in group.ranks]
 
     def make_timeout_message(missing: list[str]) -> str:
         ranks = ", ".join(group.generation.describe(int(key.rpartition("/")[2])) for key in missing)
@@ -80,11 +81,12 @@ def compare(
 
     await_keys(store, keys, timeout, make_timeout_message, activities)
     digests = store.multi_get(keys)
-    for rank, digest in enumerate(digests):
+    leader = group.ranks[0]
+    for rank, digest in zip(group.ranks, digests, strict=True):
         if digest != digests[0]:
-            entries = store.multi_get([f"{prefix}/facts/{i}" for i in (0, rank)])
+            entries = store.multi_get([f"{prefix}/facts/{i}" for i in (leader, rank)])
             first, other = (json.loads(entry) for entry in entries)
-            raise ConfigError(_difference(group.generation, subject, first, other, rank))
+            raise ConfigError(_difference(group.generation, subject, first, other, leader, rank))
 
 
 def configuration_facts(config: TrainConfig) -> dict[str, str]:
@@ -137,12 +139,16 @@ def token_facts(token: str) -> dict[str, str]:
 
 
 def _difference(
-    generation: Generation, subject: str, first: dict[str, str], other: dict[str, str], rank: int
+    generation: Generation,
+    subject: str,
+    first: dict[str, str],
+    other: dict[str, str],
+    *ranks: int,
 ) -> str:
     names = [*first, *(name for name in other if name not in first)]
     missing = (n for n in names if n not in first or n not in other)
     name = next(missing, None) or next(n for n in names if first[n] != other[n])
-    hosts = [f"rank {r} ({generation.members[r].host})" for r in (0, rank)]
+    hosts = [f"rank {r} ({generation.members[r].host})" for r in ranks]
     return (
         f"{name} is {first.get(name, 'missing')} on {hosts[0]} and {other.get(name, 'missing')} on "
         f"{hosts[1]}: {_REMEDIES.get(subject, 'they must be the same')}."

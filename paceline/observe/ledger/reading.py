@@ -70,9 +70,14 @@ class History:
     def _read(self, member: str, events: Events) -> None:
         self.members.add(member)
         start = stretch = None
+        counts = True
         started: dict[int, GenerationRecords] = {}  # in this file, by number
         for number, event in enumerate(events, start=1):
             try:
+                if event["event"] == "run":
+                    counts = event.get("counts", True)
+                if not counts and event["event"] in ("run", "step"):
+                    continue  # another member of the replica counts the same samples
                 if event["event"] == "step":
                     following = self._step(member, start, event, stretch)
                     if following is not stretch:

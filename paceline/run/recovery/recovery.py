@@ -98,7 +98,8 @@ class Recovery:
             fields: of the event `run`, besides the ranks.
         """
         self._start_fields = fields
-        group = self._run.context.world
+        context = self._run.context
+        group = context.along("data")  # one rank of each replica counts its samples
         generation = group.generation
         self._run.recorder.event(
             "run",
@@ -108,9 +109,10 @@ class Recovery:
             ancestors=as_values(generation.ancestors),
             rank=group.rank,
             world_size=group.size,
-            members=[member.id for member in generation.members],
+            members=[generation.members[rank].id for rank in group.ranks],
             machines=len(generation.workers_per_machine),
             continued=generation.first_start is not None,
+            **({} if context.counts else {"counts": False}),
             **fields,
         )
         self._run.recorder.event(

@@ -1,0 +1,133 @@
+"""Blocks of a model, which run one after the other, and the part of them that is a stage.
+
+    model         conv1  bn1  layer1                 layer2                 fc
+    blocks        conv1  bn1  layer1.0  layer1.1     layer2.0  layer2.1     fc
+    cuts          ("layer1.1", "fc")
+    stages        conv1  bn1  layer1.0 │ layer1.1    layer2.0  layer2.1   │ fc
+
+The blocks of a model are its children in their order, each `nn.Sequential` taken apart into its own
+children. A part has modules of the model under their names, so that the parts' state dicts join.
+What a model does between two children belongs to one of them: its `Glue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+from paceline.models.resnet import ResNet, activated, averaged
+
+Value = Tensor | tuple[Tensor, ...]
+"""What a stage gets, and returns."""
+Glue = Mapping[str, tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]]
+"""By a child's name: what runs before it and after it."""
+
+
+def glue_of(model: nn.Module) -> Glue:
+    """Return what a model of a known class does between its children."""
+    if isinstance(model, ResNet):
+        return {"bn1": (None, partial(activated, pools=model.pools)), "fc": (averaged, None)}
+    return {}
+
+
+def run_blocks(blocks: Mapping[str, nn.Module | None], glue: Glue, value: Any) -> Any:
+    """Run children of a model one after the other, with what is between them."""
+    for name, block in blocks.items():
+        before, after = glue.get(name, (None, None))
+        value = value if before is None else before(value)
+        value = value if block is None else block(value)
+        value = value if after is None else after(value)
+    return value
+
+
+def block_paths(model: nn.Module, names: Sequence[str] | None = None) -> list[str]:
+    """Return the paths of a model's blocks, in their order.
+
+    Args:
+        model: the model.
+        names: its children that run, in their order; None: all, in the order of their definition.
+
+    Raises:
+        ConfigError: there is no such child.
+    """
+    children = model._modules
+    if missing := [name for name in names or () if name not in children]:
+        raise ConfigError(
+            f"blocks names {missing[0]!r}, which is no child of the model: name children, "
+            f"which are {', '.join(children)}, in the order in which forward runs them."
+        )
+    chosen = {name: children[name] for name in names or children}
+    return [path for name, child in chosen.items() for path in _paths(child, name)]
+
+
+def _paths(module: nn.Module | None, path: str) -> Iterator[str]:
+    if (
+        module is not None
+        and type(module).forward is nn.Sequential.forward
+        and len(module._modules)
+    ):
+        for name, child in module._modules.items():
+            yield from _paths(child, f"{path}.{name}")
+    else:
+        yield path
+
+
+def cut_paths(paths: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
+    """Return the paths of each stage's blocks.
+
+    Args:
+        paths: of all blocks.
+        cuts: where each stage but the first begins: a block, or what has several.
+
+    Raises:
+        ConfigError: there is no such block, or the cuts aren't in the blocks' order.
+    """
+    starts = [0]
+    for cut in cuts:
+        found = [n for n, path in enumerate(paths) if is_inside(path, cut)]
+        if not found or not found[0]:
+            raise ConfigError(
+                f"cuts names {cut!r}, where no stage can begin: each stage but the first begins at "
+                f"a block of the model, which are {_listed(paths[1:])}."
+            )
+        if found[0] <= starts[-1]:
+            raise ConfigError(
+                f"cuts has {cut!r} behind {cuts[len(starts) - 2]!r}, which isn't before it in the "
+                "model: give the cuts in the order of the blocks, each once."
+            )
+        starts.append(found[0])
+    return [list(paths[a:b]) for a, b in zip(starts, [*starts[1:], len(paths)], strict=True)]
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether a path is another one, or is inside of it."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Return the children of a model, or of a module in it, of which a stage has blocks.
+
+    A child of which it has only some is a `nn.Sequential` of these, under their own names.
+    """
+    children = {}
+    order = dict.fromkeys(path.removeprefix(prefix).partition(".")[0] for path in paths)
+    for name in order:
+        child, path = model._modules[name], f"{prefix}{name}"
+        inside = [one for one in paths if is_inside(one, path)]
+        if inside != [*_paths(child, path)]:
+            assert child is not None
+            some = nn.Sequential()
+            for inner, module in take_part(child, inside, f"{path}.").items():
+                some.add_module(inner, module)
+            child = some.train(child.training)
+        children[name] = child
+    return children
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = [*paths] if len(paths) <= 12 else [*paths[:6], "…", *paths[-5:]]
+    return ", ".join(shown) or "none"

@@ -1,0 +1,147 @@
+"""Cutting of a model into stages: checks what was given, and makes this rank's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import broadcast_all, broadcast_state, require_same_call
+from paceline.errors import ConfigError, many
+from paceline.generation.run import Run
+from paceline.parallel.blocks import Glue, block_paths, cut_paths, glue_of, take_part
+from paceline.parallel.cuts import best_cuts, block_costs, stage_costs
+from paceline.parallel.interpreter import Releases
+from paceline.parallel.meta_twin import MetaTwin
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.schedules import make_schedule
+from paceline.parallel.stage import Stage
+from paceline.parallel.tied import TiedWeights
+
+BATCH_NORM = (
+    "the model has BatchNorm: in a pipeline its statistics are those of each microbatch, as in one "
+    "process that runs the same microbatches one after the other."
+)
+"""What a pipeline says about a model with batch statistics."""
+_CALL = "paceline.stages()"
+
+
+def cut_model(
+    model: nn.Module,
+    run: Run,
+    releases: Releases,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    microbatches: int,
+    cuts: Sequence[str] | None = None,
+    schedule: str = "1f1b",
+    blocks: Sequence[str] | None = None,
+    example: Tensor | None = None,
+    checkpoint_activations: bool = False,
+    report: Callable[[str], None],
+) -> Stage:
+    """Return this rank's stage of a model; collective along the stages.
+
+    Args:
+        run: whose ranks along the axis "stage" are the stages.
+        releases: exchanges gradients along the data axis.
+        report: gets sentences for the user, on rank 0.
+
+    The others are those of `paceline.stages`.
+    """
+    group = run.context.along("stage")
+    tasks = make_schedule(schedule, group.size, microbatches)
+    paths = block_paths(model, blocks)
+    glue = glue_of(model)
+    _require(cuts, paths, group.size)
+    if cuts is None:
+        first = None if example is None else example[: -(-len(example) // microbatches)]
+        cuts = _choose(model, paths, glue, first, run, report) if group.size > 1 else ()
+    if group.size > 1:
+        given = f"cuts={[*cuts]}, schedule={schedule!r}, microbatches={microbatches}"
+        communicator = run.context.group("stage", "steps")
+        require_same_call(communicator, _CALL, given, _CALL, remedy="pass the same on all stages")
+    parts = [take_part(model, some) for some in cut_paths(paths, cuts)]
+    _require_parameters(parts)
+    runs = [*parts[group.rank]]
+    keys = [*model.state_dict()]
+    twin = MetaTwin(model, parts, glue)
+    used = {name for part in parts for name in part}
+    # What no block has, such as a child that doesn't run, is in the first stage's state dict.
+    left = {name: child for name, child in model._modules.items() if name not in used}
+    parts[0].update(left)
+    tied = TiedWeights([[m for m in part.values() if m is not None] for part in parts], group.rank)
+    if tied.parameters:
+        operation = "the broadcast of tied weights"
+        broadcast_all(run.context.group("stage", "steps"), tied.parameters, operation)
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    if run.leads and next(norms, None) is not None:
+        report(BATCH_NORM)
+    pipeline = Pipeline(
+        run=run,
+        releases=releases,
+        twin=twin,
+        tied=tied,
+        schedule=tasks,
+        microbatches=microbatches,
+        loss=loss,
+    )
+    stage = Stage(parts[group.rank], runs, glue, pipeline, keys, checkpoints=checkpoint_activations)
+    if group.rank == 0:  # what the model has itself
+        stage._parameters.update(model._parameters)
+        stage._buffers.update(model._buffers)
+        stage._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    return stage.train(model.training)
+
+
+def _require(cuts: Sequence[str] | None, paths: Sequence[str], stages: int) -> None:
+    """Require that there are as many cuts, and blocks enough, as the mesh has stages."""
+    given = f"the mesh has {many(stages, 'stage')}"
+    if len(paths) < stages:
+        raise ConfigError(
+            f"{given}, but the model has {many(len(paths), 'block')}: use fewer stages, or a model "
+            "whose blocks are divided further."
+        )
+    if cuts is not None and (isinstance(cuts, str) or len(cuts) != stages - 1):
+        raise ConfigError(
+            f"cuts is {cuts!r}, but {given}: give a list of the {many(stages - 1, 'block')} at "
+            "which the stages but the first begin, or leave it out."
+        )
+
+
+def _require_parameters(parts: Sequence[Mapping[str, nn.Module | None]]) -> None:
+    for number, part in enumerate(parts):
+        if not any(True for m in part.values() if m is not None for _ in m.parameters()):
+            raise ConfigError(
+                f"stage {number} has {', '.join(part)}, which has no parameters to train: cut the "
+                "model so that each stage has some."
+            )
+
+
+def _choose(
+    model: nn.Module,
+    paths: Sequence[str],
+    glue: Glue,
+    example: Tensor | None,
+    run: Run,
+    report: Callable[[str], None],
+) -> Sequence[str]:
+    """Choose the cuts on rank 0, for all ranks, and report them with their figures; collective."""
+    stages = run.context.along("stage").size
+    chosen: list[int] = []
+    if run.leads:
+        costs = block_costs(model, paths, glue, example)
+        chosen = [*best_cuts(costs, stages)]
+        names = [paths[index] for index in chosen]
+        texts = [
+            f"stage {n} {cost.bytes / 2**20:.1f} MiB"
+            + (f" and {cost.seconds * 1e3:.1f} ms a microbatch" if cost.seconds else "")
+            for n, cost in enumerate(stage_costs(costs, chosen))
+        ]
+        by = "parameters' bytes" if example is None else "measured time"
+        report(f"cuts by {by}: {', '.join(texts)}. Pin this choice with cuts={names}.")
+    communicator = run.context.group("all", "steps")
+    chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
+    return [paths[index] for index in chosen]

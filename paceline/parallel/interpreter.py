@@ -1,0 +1,202 @@
+"""Interpreter of a schedule: runs one stage's tasks, and puts what they return to its neighbours.
+
+    forward            input ◀─ stage s − 1      output ─▶ stage s + 1
+    backward           gradient ◀─ stage s + 1   all gradients; the input's ─▶ stage s − 1
+    backward_input     gradient ◀─ stage s + 1   the input's alone ─▶ stage s − 1
+    backward_weight    the parameters' gradients, of what `backward_input` got
+
+A divided backward walks the stage's graph twice, for it retains the graph: the weights' pass
+computes the gradients between layers again. So ZB-H1 costs that much more computation than 1F1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.parallel.link import StageLink
+from paceline.parallel.meta_twin import Boundary, TensorSpec
+from paceline.parallel.schedules import Task
+
+
+class Microbatches(NamedTuple):
+    """What the microbatches of a batch are on this stage.
+
+    Attributes:
+        inputs: on the first stage, by microbatch.
+        before: what the stage before returns, by microbatch; on the first stage empty.
+        behind: what this one returns.
+        losses: on the last stage, what makes a loss of an output, by microbatch; weighted so that
+            the sum is the mean over the batch.
+    """
+
+    inputs: Sequence[Tensor]
+    before: Sequence[Boundary]
+    behind: Sequence[Boundary]
+    losses: Sequence[Callable[[Any], Tensor]]
+
+
+class TaskTime(NamedTuple):
+    """When a task ran, in nanoseconds of the system's monotonic clock, and what it waited."""
+
+    task: Task
+    begin: int
+    end: int
+    waited: int
+
+
+class Releases(Protocol):
+    """Protocol of what exchanges gradients along the data axis."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients of backward passes inside; a later one outside sends the sums."""
+
+
+class Interpreter:
+    """Interpreter of one stage's tasks, for one batch.
+
+    Args:
+        part: runs the stage's blocks.
+        parameters: lists what gets gradients.
+        link: connects the stages; None: there is one stage.
+        first, last: whether this stage is.
+        batch: the microbatches.
+
+    Attributes:
+        outputs: on the last stage, what each forward pass has returned: losses, where there are.
+        times: of the tasks.
+    """
+
+    def __init__(
+        self,
+        part: Callable[[Any], Any],
+        parameters: Callable[[], Iterable[Tensor]],
+        link: StageLink | None,
+        *,
+        first: bool,
+        last: bool,
+        batch: Microbatches,
+    ) -> None:
+        self._part = part
+        self._parameters = parameters
+        self._link = link
+        self._first = first
+        self._last = last
+        self._batch = batch
+        # By microbatch, until their backward: leaves of a graph, its ends, and the ends' gradients.
+        self._inputs: dict[int, list[Tensor]] = {}
+        self._ends: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._waited = 0
+        self.outputs: dict[int, Any] = {}
+        self.times: list[TaskTime] = []
+
+    def run(self, tasks: Sequence[Task], releases: Releases, clock: Callable[[], int]) -> None:
+        """Run the tasks; the last backward of parameters lets their gradients be exchanged."""
+        weights = [
+            n for n, task in enumerate(tasks) if task.kind in ("backward", "backward_weight")
+        ]
+        accumulating = set(weights[:-1])
+        for number, task in enumerate(tasks):
+            begin = clock()
+            self._waited = 0
+            with releases.no_sync() if number in accumulating else nullcontext():
+                getattr(self, f"_{task.kind}")(task.microbatch)
+            self.times.append(TaskTime(task, begin, clock(), self._waited))
+
+    def _forward(self, m: int) -> None:
+        value: Any
+        if self._first:
+            value = self._batch.inputs[m]
+            leaves = []
+        else:
+            leaves = self._received(1, self._batch.before[m].specs, m)
+            if torch.is_grad_enabled():
+                leaves = [x.requires_grad_(x.is_floating_point()) for x in leaves]
+            value = leaves[0] if self._batch.before[m].single else tuple(leaves)
+        output = self._part(value)
+        if self._last and self._batch.losses:
+            output = self._batch.losses[m](output)
+        ends = [output] if isinstance(output, Tensor) else [*output]
+        if torch.is_grad_enabled():
+            self._inputs[m] = leaves
+            self._ends[m] = ends
+        if not self._last:
+            self._put(1, ends, m)
+        else:
+            self.outputs[m] = output.detach() if torch.is_grad_enabled() else output
+
+    def _backward(self, m: int) -> None:
+        self._receive_gradients(m)
+        self._differentiate(m)
+        self._send_gradients(m, [x.grad for x in self._inputs.pop(m)])
+
+    def _backward_input(self, m: int) -> None:
+        self._receive_gradients(m)
+        wanted = [x for x in self._inputs[m] if x.requires_grad]
+        if not wanted:
+            return
+        ends, gradients = self._differentiable(m)
+        found = iter(
+            torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
+            if ends
+            else [None] * len(wanted)
+        )
+        self._send_gradients(m, [next(found) if x.requires_grad else None for x in self._inputs[m]])
+
+    def _backward_weight(self, m: int) -> None:
+        self._differentiate(m, self._parameters())
+        self._inputs.pop(m)
+
+    def _differentiate(self, m: int, inputs: Iterable[Tensor] | None = None) -> None:
+        """Accumulate gradients, and let go of a microbatch's graph."""
+        ends, gradients = self._differentiable(m)
+        del self._ends[m], self._gradients[m]
+        wanted = None if inputs is None else [x for x in inputs if x.requires_grad]
+        if ends and wanted != []:
+            torch.autograd.backward(ends, gradients, inputs=wanted)
+
+    def _differentiable(self, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return a microbatch's ends that have a graph, and their gradients."""
+        pairs = zip(self._ends[m], self._gradients[m], strict=True)
+        found = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        return [end for end, _ in found], [gradient for _, gradient in found]
+
+    def _receive_gradients(self, m: int) -> None:
+        if self._last:
+            self._gradients[m] = [None]
+            return
+        boundary = self._batch.behind[m]
+        specs = [spec for spec in boundary.specs if spec.dtype.is_floating_point]
+        arrived = iter(self._received(-1, specs, m))
+        self._gradients[m] = [
+            next(arrived) if spec.dtype.is_floating_point else None for spec in boundary.specs
+        ]
+
+    def _send_gradients(self, m: int, gradients: Sequence[Tensor | None]) -> None:
+        if self._first:
+            return
+        specs = self._batch.before[m].specs
+        self._put(
+            -1,
+            [
+                torch.zeros(spec.shape, dtype=spec.dtype) if gradient is None else gradient
+                for spec, gradient in zip(specs, gradients, strict=True)
+                if spec.dtype.is_floating_point
+            ],
+            m,
+        )
+
+    def _received(self, to: int, specs: Sequence[TensorSpec], m: int) -> list[Tensor]:
+        assert self._link is not None
+        tensors = self._link.receive(to, specs, m)
+        self._waited += self._link.waited
+        return tensors
+
+    def _put(self, to: int, tensors: Sequence[Tensor], m: int) -> None:
+        assert self._link is not None
+        self._link.send(to, tensors, m)

@@ -1,0 +1,176 @@
+"""Link of a stage: activations and their gradients travel to the next stages by puts.
+
+    stage s                                  stage s + 1
+    put(room 0, activation 1)  ───────────▶  take 1: copy it out of the room
+    put(room 1, activation 2)  ───────────▶
+                               ◀───────────  notify: 1 was taken
+    put(room 0, activation 3)  ───────────▶  take 2
+
+and so gradients the other way. Each direction has two rooms in the receiver's window, of which a
+sender writes one while the receiver reads the other. What travels is counted, over all batches.
+The loss and the sums of tied weights have rooms without an acknowledgement: a stage takes them
+before it begins the next batch, without which no other stage can end that batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.comm.window import Window, timed_out
+from paceline.errors import CommTimeout, PeerLost
+from paceline.generation.context import GenerationContext, WindowSpec
+from paceline.parallel.meta_twin import TensorSpec
+
+_ROOMS = 2
+_ALIGNED = 64  # bytes
+# Notifications, and for the two directions those of what was taken.
+_ARRIVED = {1: 0, -1: 1}
+_TAKEN = {1: 2, -1: 3}
+_LOSS = 4
+_TIED = 5
+_NAMES = {1: "the activations", -1: "the gradients"}
+
+
+class StageLink:
+    """Link of one stage with the others of its replica, in one generation.
+
+    Args:
+        context: the generation.
+        room_bytes: the size of the largest boundary.
+        tied_bytes: the sizes of weights that several stages have.
+
+    Attributes:
+        room_bytes: as given.
+        waited: nanoseconds that the last `receive` has waited.
+    """
+
+    def __init__(
+        self, context: GenerationContext, room_bytes: int, tied_bytes: Sequence[int]
+    ) -> None:
+        group = context.along("stage")
+        self.room_bytes = room_bytes
+        self.waited = 0
+        self._context = context
+        self._ranks = group.ranks
+        self._stage = group.rank
+        self._room = _aligned(room_bytes)
+        self._loss_at = 2 * _ROOMS * self._room
+        ends = accumulate((group.size * _aligned(size) for size in tied_bytes), initial=_ALIGNED)
+        self._tied_at = [self._loss_at + end for end in ends]
+        self._window: Window = context.window(
+            "stages", WindowSpec(axis="stage"), self._tied_at[-1], _TIED + len(tied_bytes)
+        )
+        self._sent = {1: 0, -1: 0}
+        self._taken = {1: 0, -1: 0}
+        self._limit = context.limits[0]
+
+    def end_startup(self) -> None:
+        """Use the shorter timeout of later steps from now on."""
+        self._limit = self._context.limits[1]
+
+    def send(self, to: int, tensors: Sequence[Tensor], microbatch: int) -> None:
+        """Put tensors to the next stage (`to` is 1) or to the one before (-1).
+
+        It waits until that stage has taken the last but one.
+        """
+        self._sent[to] += 1
+        number = self._sent[to]
+        operation = f"sending {_NAMES[to]} of microbatch {microbatch}"
+        self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
+        with self._named():
+            dense = [tensor.detach().cpu().contiguous() for tensor in tensors]
+            self._window.put(
+                self._stage + to, self._room_at(to, number), dense, _ARRIVED[to], number
+            )
+
+    def receive(self, to: int, specs: Sequence[TensorSpec], microbatch: int) -> list[Tensor]:
+        """Return the next tensors that travel in a direction, once they are here."""
+        self._taken[to] += 1
+        number = self._taken[to]
+        begin = self._context.timeline.clock()
+        self._wait(
+            self._stage - to, _ARRIVED[to], number, f"{_NAMES[to]} of microbatch {microbatch}"
+        )
+        self.waited = self._context.timeline.clock() - begin
+        tensors = self._copies(self._room_at(to, number), specs)
+        with self._named():
+            self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
+        return [tensor.to(self._context.device) for tensor in tensors]
+
+    def share_loss(self, loss: Tensor | None, batch: int) -> Tensor:
+        """Return the last stage's loss on all stages, as float64; `batch` counts from 1."""
+        last = len(self._ranks) - 1
+        if loss is None:
+            self._wait(last, _LOSS, batch, "the loss")
+            return self._copies(self._loss_at, [TensorSpec((), torch.float64)])[0]
+        value = loss.detach().cpu().double()
+        with self._named():
+            for stage in range(last):
+                self._window.put(stage, self._loss_at, value, _LOSS, batch)
+        return value
+
+    def sum_tied(self, index: int, own: Tensor, stages: Sequence[int], batch: int) -> Tensor:
+        """Return the sum of a tied weight's gradients over its stages, in their order."""
+        at = [
+            self._tied_at[index] + stage * _aligned(own.nbytes) for stage in range(len(self._ranks))
+        ]
+        dense = own.cpu().contiguous()
+        with self._named():
+            for stage in stages:
+                if stage != self._stage:
+                    self._window.put(stage, at[self._stage], dense, _TIED + index, batch)
+        spec = TensorSpec(tuple(own.shape), own.dtype)
+        total = torch.zeros_like(dense)
+        for stage in stages:
+            if stage != self._stage:
+                self._wait(stage, _TIED + index, batch, "the gradient of a tied weight")
+            total += dense if stage == self._stage else self._copies(at[stage], [spec])[0]
+        return total.to(own.device)
+
+    def close(self) -> None:
+        """Close the window."""
+        self._window.close()
+
+    def _room_at(self, to: int, number: int) -> int:
+        return ((0 if to > 0 else _ROOMS) + number % _ROOMS) * self._room
+
+    def _copies(self, offset: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        copies = []
+        for spec in specs:
+            data = self._window.memory[offset : offset + spec.bytes].clone()
+            copies.append(data.view(spec.dtype).view(spec.shape))
+            offset += spec.bytes
+        return copies
+
+    def _wait(self, stage: int, notification: int, value: int, operation: str) -> None:
+        with self._named():
+            try:
+                self._window.wait(
+                    stage, notification, value, limit=self._limit, operation=operation
+                )
+            except CommTimeout:
+                peer = f"rank {self._ranks[stage]} (stage {stage})"
+                raise timed_out(self._context.world.rank, self._limit, peer, operation) from None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let a lost stage have its rank in the world."""
+        try:
+            yield
+        except PeerLost as error:
+            peer = None if error.peer is None else self._ranks[error.peer]
+            raise PeerLost(
+                rank=self._context.world.rank,
+                peer=peer,
+                operation=error.operation,
+                cause=error.cause,
+            ) from None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -1,0 +1,239 @@
+"""Pipeline of one replica's stages, as the rank of one of them runs it.
+
+    batch          n samples
+    microbatches   M slices of it, of equal sizes up to one sample
+    schedule       the order in which this stage runs them
+    loss           the sum over microbatches of samples / n × the microbatch's mean
+
+Shapes and dtypes between the stages are agreed once for each size of a batch. Each generation of
+the world has its own link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import require_same_call
+from paceline.errors import ConfigError
+from paceline.generation.context import GenerationContext
+from paceline.generation.run import Run
+from paceline.parallel.interpreter import Interpreter, Microbatches, Releases, TaskTime
+from paceline.parallel.link import StageLink
+from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
+from paceline.parallel.schedules import Schedule, Task
+from paceline.parallel.tied import TiedWeights
+
+_TRAINING = "model.train_batch()"
+_EVALUATION = "model(x)"
+
+
+@dataclass(kw_only=True, eq=False)
+class Pipeline:
+    """Pipeline of one replica: this rank's stage among the others.
+
+    Attributes:
+        run: whose ranks along the axis "stage" are the stages.
+        releases: exchanges gradients along the data axis.
+        twin: shows the shapes between stages.
+        tied: the weights that other stages have, too.
+        schedule: by stage.
+        microbatches: into how many a batch is cut.
+        loss: makes the loss of an output and its labels, a mean over the samples.
+        times: of this stage's tasks in the last batch.
+    """
+
+    run: Run
+    releases: Releases
+    twin: MetaTwin
+    tied: TiedWeights
+    schedule: Schedule
+    microbatches: int
+    loss: Callable[[Any, Any], Tensor]
+    times: list[TaskTime] = field(default_factory=list)
+    _agreed: dict[TensorSpec, list[list[Boundary]]] = field(default_factory=dict)
+    _context: GenerationContext | None = None
+    _link: StageLink | None = None
+    _batches: int = 0  # trained over the link
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of the stage's module is of the same stage
+
+    def train(
+        self,
+        part: Callable[[Any], Any],
+        parameters: Callable[[], Iterable[Tensor]],
+        x: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        """Run forward and backward of all microbatches; return the mean loss, as float64.
+
+        Args:
+            part: runs this stage's blocks.
+            parameters: lists theirs.
+            x: the batch, the same on all stages.
+            y: its labels.
+        """
+        if len(x) != len(y):
+            raise ConfigError(
+                f"{_TRAINING} got {len(x):,} samples and {len(y):,} labels: pass one label, or row "
+                "of labels, a sample."
+            )
+        boundaries = self._boundaries(_TRAINING, x)
+        losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.microbatches)]
+        interpreter = self._interpreter(part, parameters, x, boundaries, losses)
+        own = self.schedule[self._stage]
+        tasks = [task for task in own if task.microbatch < len(losses)]
+        try:
+            with torch.enable_grad():
+                interpreter.run(tasks, self.releases, self.run.timeline.clock)
+                self._batches += 1
+                if self._link is not None:
+                    self.tied.release(self._link, self._batches)
+        finally:
+            self.tied.restore()
+        self.times = interpreter.times
+        outputs = interpreter.outputs
+        loss = (
+            torch.stack([outputs[m] for m in sorted(outputs)]).sum().double() if outputs else None
+        )
+        if self._link is None:
+            assert loss is not None
+            return loss
+        total = self._link.share_loss(loss, self._batches).to(x.device)
+        self._link.end_startup()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
+        """Return the model's output for a batch, on all stages."""
+        boundaries = self._boundaries(_EVALUATION, x)
+        interpreter = self._interpreter(part, tuple, x, boundaries, ())
+        tasks = [Task("forward", m) for m in range(len(boundaries))]
+        interpreter.run(tasks, self.releases, self.run.timeline.clock)
+        outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
+        if self._link is None:
+            return _joined(outputs)
+        tensors = _tensors(_joined(outputs)) if outputs else None
+        of_last = [each[-1] for each in boundaries]
+        shared = [
+            self._share(
+                None if tensors is None else tensors[n], [each.specs[n] for each in of_last]
+            )
+            for n in range(len(of_last[0].specs))
+        ]
+        shared = [tensor.to(x.device) for tensor in shared]
+        return shared[0] if of_last[0].single else tuple(shared)
+
+    @property
+    def _stage(self) -> int:
+        return self.run.context.along("stage").rank
+
+    def _share(self, own: Tensor | None, specs: Sequence[TensorSpec]) -> Tensor:
+        """Return the last stage's tensor on all stages; collective.
+
+        Args:
+            own: the tensor, on the last stage.
+            specs: of the microbatches' parts of it.
+        """
+        shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
+        tensor = torch.zeros(shape, dtype=specs[0].dtype)
+        if own is not None:
+            tensor.copy_(own)
+        # As bytes, of which the other stages add zeros: all bits stay.
+        communicator = self.run.context.group("stage", "steps")
+        communicator.all_reduce(tensor.flatten().view(torch.uint8)).wait("the output of model(x)")
+        return tensor
+
+    def _interpreter(
+        self,
+        part: Callable[[Any], Any],
+        parameters: Callable[[], Iterable[Tensor]],
+        x: Tensor,
+        boundaries: Sequence[Sequence[Boundary]],
+        losses: Sequence[Callable[[Any], Tensor]],
+    ) -> Interpreter:
+        stage = self._stage
+        self._connect(boundaries)
+        batch = Microbatches(
+            inputs=_cut(x, self.microbatches) if stage == 0 else (),
+            before=[each[stage - 1] for each in boundaries] if stage else (),
+            behind=[each[stage] for each in boundaries],
+            losses=losses if stage == len(self.schedule) - 1 else (),
+        )
+        return Interpreter(
+            part,
+            parameters,
+            self._link,
+            first=stage == 0,
+            last=stage == len(self.schedule) - 1,
+            batch=batch,
+        )
+
+    def _boundaries(self, call: str, x: Tensor) -> list[list[Boundary]]:
+        """Return what each stage returns for each microbatch; collective where the size is new."""
+        if not isinstance(x, Tensor) or not x.ndim or not len(x):
+            raise ConfigError(f"{call} got {type(x).__name__} as x: pass a tensor with samples.")
+        spec = TensorSpec(tuple(x.shape), x.dtype)
+        if self._context is not self.run.context:
+            self._context = self.run.context
+            self._link = None  # closed with the last generation's context
+            self._agreed = {}
+        if spec not in self._agreed:
+            if len(self.schedule) > 1:
+                communicator = self.run.context.group("stage", "steps")
+                remedy = "pass the same batch on all stages, as paceline.loader() yields it"
+                form = f"{x.dtype} of shape {tuple(x.shape)}"
+                require_same_call(communicator, call, form, f"{call}, on all stages", remedy=remedy)
+            by_size: dict[TensorSpec, list[Boundary]] = {}
+            cuts = [TensorSpec(tuple(one.shape), one.dtype) for one in _cut(x, self.microbatches)]
+            for cut in cuts:
+                if cut not in by_size:
+                    by_size[cut] = self.twin.boundaries(cut)
+            self._agreed[spec] = [by_size[cut] for cut in cuts]
+        return self._agreed[spec]
+
+    def _connect(self, boundaries: Sequence[Sequence[Boundary]]) -> None:
+        """Open a link whose rooms are large enough, where there is none; collective then."""
+        if len(self.schedule) == 1:
+            return
+        room = max(boundary.bytes for each in boundaries for boundary in each[:-1])
+        if self._link is None or self._link.room_bytes < room:
+            if self._link is not None:
+                self._link.close()
+            context = self.run.context
+            self._link = StageLink(context, room, self.tied.sizes)
+            self._batches = 0
+            context.keep("stages", self._link)
+
+    def _loss_of(self, labels: Tensor, samples: int) -> Callable[[Any], Tensor]:
+        def weighted(output: Any) -> Tensor:
+            loss = self.loss(output, labels)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ConfigError(
+                    "loss= returned what isn't one number: pass a function of (output, y) that "
+                    "returns the mean over the samples, such as torch.nn.functional.cross_entropy."
+                )
+            return loss * (len(labels) / samples)
+
+        return weighted
+
+
+def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:
+    """Cut a batch into microbatches; of a small one, into one a sample."""
+    return [*batch.tensor_split(min(microbatches, len(batch)))]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [*value]
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Join the microbatches' outputs along their first dim."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat([*outputs])
+    return tuple(torch.cat([*some]) for some in zip(*outputs, strict=True))

@@ -1,0 +1,148 @@
+"""Module of one stage: some blocks of a model, under their names in it.
+
+loss = model.train_batch(x, y)      all microbatches, forward and backward
+output = model(x)                   an evaluation
+model.whole_state_dict()            the parts of all stages
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from paceline.comm.communicator import gather_bytes, total
+from paceline.parallel.blocks import Glue, run_blocks
+from paceline.parallel.pipeline import Pipeline
+
+
+class Stage(nn.Module):
+    """Stage of a model: this rank's blocks, which run together with those of the other stages.
+
+    `paceline.stages` makes it. Its parameters have their names in the whole model.
+    """
+
+    def __init__(
+        self,
+        children: Mapping[str, nn.Module | None],
+        runs: Sequence[str],
+        glue: Glue,
+        pipeline: Pipeline,
+        keys: Sequence[str],
+        *,
+        checkpoints: bool,
+    ) -> None:
+        super().__init__()
+        self._modules.update(children)  # a child may have the name of anything
+        self._runs = runs
+        self._glue = glue
+        self._pipeline = pipeline
+        self._keys = keys
+        self._checkpoints = checkpoints
+        self._in_batch = False
+
+    def train_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run forward and backward of a batch through all stages; collective along them.
+
+        Call it inside `world.step()`, in place of forward, loss and backward. Gradients are those
+        of the mean loss.
+
+        Args:
+            x: the batch, the same on all stages of a replica, as `paceline.loader` yields it.
+            y: its labels, likewise.
+
+        Returns:
+            the mean loss over this replica's batch, on every stage, as float64.
+
+        Raises:
+            ConfigError: the stages got different batches, the loss isn't one number, or the model
+                isn't its blocks one after the other.
+            CommError: a stage is lost or silent.
+        """
+        self._in_batch = True
+        try:
+            return self._pipeline.train(self, self.parameters, x, y)
+        finally:
+            self._in_batch = False
+
+    def forward(self, x: Any) -> Any:
+        """Return the output of the whole model, on every stage; collective along them.
+
+        No gradients are computed. The batch is cut into microbatches, as in training.
+        """
+        if not self._in_batch:
+            return self._pipeline.evaluate(self._run, x)
+        self._pipeline.tied.divert()
+        if not self._checkpoints:
+            return self._run(x)
+        contexts = partial(_checkpoint_contexts, self)
+        return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the whole model, on the CPU; collective along the stages."""
+        communicator = self._pipeline.run.context.group("stage", "steps")
+        own = io.BytesIO()
+        torch.save({name: value.cpu() for name, value in self.state_dict().items()}, own)
+        found: dict[str, Any] = {}
+        for data in gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()"):
+            found.update(torch.load(io.BytesIO(data), weights_only=True))
+        return {key: found[key] for key in self._keys}
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their norm over all stages is at most `max_norm`; collective.
+
+        Call it between `world.reduce()` and `optimizer.step()`.
+
+        Returns:
+            the norm of all stages' gradients before, as torch's function.
+        """
+        counted = self._pipeline.tied.counted
+        gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
+        norms = [torch.linalg.vector_norm(g) for p, g in gradients.items() if p not in counted]
+        square = torch.stack([norm.double().square() for norm in norms]).sum() if norms else None
+        own = torch.zeros((), dtype=torch.float64) if square is None else square
+        communicator = self._pipeline.run.context.group("stage", "steps")
+        norm = total(communicator, own, "model.clip_grad_norm_()").sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return norm
+
+    def _run(self, value: Any) -> Any:
+        return run_blocks({name: self._modules[name] for name in self._runs}, self._glue, value)
+
+
+def _checkpoint_contexts(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _KeptStatistics(module)
+
+
+class _KeptStatistics:
+    """Context in which BatchNorms run once more without a second update of their statistics.
+
+    It can be entered several times, one after the other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+        self._earlier: list[tuple[float | None, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._earlier = [(norm.momentum, norm.num_batches_tracked) for norm in self._norms]
+        for norm in self._norms:
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None
+
+    def __exit__(self, *_: object) -> None:
+        for norm, (momentum, batches) in zip(self._norms, self._earlier, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = batches

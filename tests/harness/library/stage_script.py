@@ -1,0 +1,92 @@
+"""A script of two stages, each of which trains a model of its own on the samples of its replica.
+
+    python -m tests.harness.library.stage_script SYNC [DEATH …]
+
+A death is GENERATION:EPOCH:BATCH:MEMBER: the process that began as rank MEMBER kills itself in that
+step. Each process saves its last weights in a file named by its stage and its process id. The run
+folder is `runs/stages`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import paceline
+from tests.harness.library.small_training import (
+    BATCH,
+    SEED,
+    copied,
+    loss_of,
+    samples,
+    whole_batches,
+)
+
+EPOCHS = 3
+STAGES = 2
+WAYS = {
+    "allreduce": {"sync": "allreduce"},
+    "notified": {"sync": "notified", "bucket_mb": 1e-4},
+    "sharded": {"sync": "notified", "update": "sharded", "bucket_mb": 1e-4},
+}
+
+
+def part(stage: int) -> nn.Sequential:
+    """Make a stage's model; the stages' have other shapes."""
+    torch.manual_seed(10 + stage)
+    width = 8 + stage
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with state."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def trained_alone(stage: int) -> dict[str, Tensor]:
+    """Train a stage's model by plain torch on the whole batches; return its state."""
+    model = part(stage)
+    optimizer = optimizer_of(model)
+    for epoch in range(EPOCHS):
+        for x, y in whole_batches(samples(), epoch):
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return copied(model)
+
+
+def main() -> None:
+    """Train as one process of the world."""
+    way, *deaths = sys.argv[1:]
+    folder = Path("runs", "stages")
+    stages = [int(word.removeprefix("stages=")) for word in deaths if word.startswith("stages=")]
+    mesh = {"stage": (stages or [STAGES])[0]}
+    with paceline.join(folder, seed=SEED, timeout=30, mesh=mesh, checkpoint_steps=2) as world:
+        member = world.rank
+        stage = world.coordinate("stage")
+        model = part(stage)
+        optimizer = optimizer_of(model)
+        paceline.parallelize(model, optimizer, world, **WAYS[way])  # type: ignore[arg-type]
+        meter = world.meter("samples")
+        loader = paceline.loader(samples(), BATCH, world)
+        for epoch in range(loader.epoch, EPOCHS):
+            for x, y in loader:
+                with world.step():
+                    if f"{world.generation}:{epoch}:{loader.step}:{member}" in deaths:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    meter.add(samples=len(x))
+            counted = world.total(torch.tensor(1)).item()
+            print(f"epoch {epoch}: {meter.sums()['samples']:g} of {counted} replicas", flush=True)
+    torch.save(copied(model), f"weights.{stage}.{os.getpid()}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Stages of a mesh, as processes: the ledger counts replicas, and each stage trains exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.library.stage_script import (
+    EPOCHS,
+    STAGES,
+    optimizer_of,
+    part,
+    trained_alone,
+)
+from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
+from tests.harness.processes.launcher_commands import run
+
+SCRIPT = ("-m", "tests.harness.library.stage_script")
+SAMPLES = 50
+
+
+def require_exact(folder: Path) -> None:
+    """Require that the ledger proves each sample of each epoch once."""
+    proof = proof_of(folder / "runs" / "stages")
+    assert proof.exact, proof.faults
+    assert [account.once for account in proof.accounts] == [SAMPLES] * EPOCHS
+
+
+def require_trained(folder: Path, replicas: int) -> None:
+    """Require the weights of so many replicas, equal to those of one process."""
+    for stage in range(STAGES):
+        expected = trained_alone(stage)
+        weights = [load(path) for path in folder.glob(f"weights.{stage}.*.pt")]
+        assert len(weights) == replicas
+        for each in weights:
+            assert distance(each, weights[0]) == 0
+            assert distance(each, expected) < EXACT
+
+
+@pytest.mark.parametrize("way", ["allreduce", "notified", "sharded"])
+def test_replicas_of_two_stages_train_each_sample_once(tmp_path: Path, way: str) -> None:
+    ended = run("paceline", *SCRIPT, way, folder=tmp_path, ranks=4)
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    for epoch in range(EPOCHS):
+        assert ended.text.count(f"epoch {epoch}: {SAMPLES} of 2 replicas") == 4
+    require_trained(tmp_path, 2)
+    require_exact(tmp_path)
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("notified", 2), ("sharded", 4)])
+def test_a_run_resumes_from_parts_that_no_rank_has_gathered(
+    tmp_path: Path, way: str, ranks: int
+) -> None:
+    deaths = [f"0:1:3:{member}" for member in range(4)]
+    killed = run("paceline", *SCRIPT, way, *deaths, folder=tmp_path, ranks=4)
+    assert killed.status, killed.text
+    folder = tmp_path / "runs" / "stages" / "checkpoints"
+    newest = json.loads(max(folder.glob("step-*.json")).read_bytes())
+    assert newest["step"] >= 5  # the first epoch's end, at least
+    for stage, name in enumerate(newest["files"]):
+        state = torch.load(folder / name, weights_only=True)
+        assert state["model"].keys() == part(stage).state_dict().keys()
+        part(stage).load_state_dict(state["model"])
+        optimizer_of(part(stage)).load_state_dict(state["optimizer"])
+    resumed = run("paceline", *SCRIPT, way, folder=tmp_path, ranks=ranks)
+    assert resumed.status == 0, resumed.text
+    assert f"Resuming from runs/stages/checkpoints/step-{newest['step']:08}.json" in resumed.text
+    require_trained(tmp_path, ranks // 2)
+    require_exact(tmp_path)
+
+
+def test_another_number_of_stages_is_refused(tmp_path: Path) -> None:
+    started = run("paceline", *SCRIPT, "notified", folder=tmp_path, ranks=2)
+    assert started.status == 0, started.text
+    other = run("paceline", *SCRIPT, "notified", "stages=4", folder=tmp_path, ranks=4)
+    assert other.status == 2, other.text
+    assert (
+        "run stages: this run was started with mesh stage 2, but mesh is now stage 4; restore the "
+        "former value, or give another run." in other.text
+    )
+    uneven = run("paceline", *SCRIPT, "notified", "stages=2", folder=tmp_path, ranks=3)
+    assert uneven.status == 2, uneven.text
+    assert "mesh 2 stages of 1 tensor rank: a replica takes 2 processes" in uneven.text
