@@ -37,7 +37,6 @@ from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
-from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
 from paceline.observe.event_file import EventFile
@@ -55,15 +54,16 @@ from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.connect import connect_run
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN
-from paceline.session.resume.start import Start, find_start
+from paceline.session.resume.start import Start, find_start, own_part_name
 from paceline.session.training import Training
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.durable_files import DurableFiles
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.state.checkpoint_files import FOLDER, Checkpoints
+from paceline.state.checkpoint_parts import CheckpointParts, part_names
+from paceline.state.checkpoint_writer import CheckpointWriter, WrittenFiles
 from paceline.timeline.trace import Trace
 from paceline.wiring.average import average_weights
 from paceline.wiring.connections import refuse_divided
@@ -90,7 +90,6 @@ class Session:
         signals: requests to stop; where the run survives losses, they end it on all machines.
         notes: phrases and shows what the user is to know.
         resources: closes what the session opens, in reverse order of opening.
-        builder: has the mesh of each generation.
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
@@ -111,7 +110,6 @@ class Session:
     signals: StopSignals
     notes: Notes
     resources: ExitStack
-    builder: Builder = field(default_factory=Builder)
     run: Run = field(init=False)
     start: Start = field(default_factory=Start, init=False)
     position: Position = field(default_factory=Position, init=False)
@@ -124,6 +122,7 @@ class Session:
     _losses: LossHistory = field(init=False)
     _replicas: Sequence[Replica] = field(default=(), init=False)
     _writer: CheckpointWriter | None = field(default=None, init=False)
+    _parts: CheckpointParts | None = field(default=None, init=False)
 
     def connect(self, group: Group, store: Store) -> None:
         """Connect this process with all others of its run; collective.
@@ -152,9 +151,7 @@ class Session:
             membership = watch_peers(
                 group, store, self.resources, options=self.silence, limit=limit, report=report
             )
-        run = connect_run(
-            group, store, self.device, self.timeouts, membership, self.notes, self.builder
-        )
+        run = connect_run(group, store, self.device, self.timeouts, membership, self.notes)
         self.run = self.resources.enter_context(run)
 
     def resume(self) -> None:
@@ -324,6 +321,7 @@ class Session:
             durable=self._durable_start(training),
             speeds=speeds if waits else None,
             first_step_checks=first_step_checks,
+            parts=self._parts,
         )
         return self.steps
 
@@ -353,7 +351,8 @@ class Session:
         """
         if self.folder is None or self.steps is None:
             return ""
-        first_here = self.run.context.world.local_rank == 0
+        context = self.run.context
+        first_here = context.mesh.divided or context.world.local_rank == 0
         return save_after(error, self.folder, self.steps.rescue, first_here=first_here)
 
     @property
@@ -414,12 +413,20 @@ class Session:
         return replica
 
     def _open_writer(self, folder: Path, constant: Mapping[str, Any]) -> CheckpointWriter:
-        files = None
+        files: WrittenFiles | None = None
         if self.backup is not None:
             files = DurableFiles(self.run.membership.frames, self.backup, folder)
         given = self.start.given.entries
+        context = self.run.context
+        keep = self.output.keep_checkpoints
+        part = own_part_name(context)
+        if part:
+            parts = part_names(context.mesh.lengths)
+            files = self._parts = CheckpointParts(folder / FOLDER, keep, parts, files)
+            keep = max(keep, 2)  # the newest may be one that another part lacks
+            constant = {**constant, "part": part}
         return CheckpointWriter(
-            Checkpoints(folder, self.output.keep_checkpoints),
+            Checkpoints(folder, keep, part),
             constant={"config": self.identity, **constant, GIVEN: given},
             membership=self.run.membership,
             files=files,
