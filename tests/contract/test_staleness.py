@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.algorithms.served.bounded_staleness import slots_note
 from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator, require_same_call
 from paceline.errors import ConfigError
+from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.wiring.exchange import workers_mean
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.exchange_state import Rank
@@ -151,6 +153,29 @@ def test_a_barrier_of_asynchronous_workers_names_a_rank_that_is_elsewhere() -> N
             "world.total() was called on rank 1 and a barrier of asynchronous workers" in text
         )
         assert text.endswith("all ranks must make the same calls in the same order.")
+
+
+def layout_of(staleness: int, values: int) -> Layout:
+    """Lay out float32 parameters in two buckets for two machines and a server."""
+    lengths = (values // 2,)
+    spec = BucketSpec(
+        lengths=lengths, dtype=torch.float32, returns_parameters=True, slots=staleness + 1
+    )
+    return lay_out([spec, spec], Topology.of([1, 1]).served_by("it"))
+
+
+def test_a_large_staleness_says_what_its_memory_takes() -> None:
+    # A worker has the parameters of each version; a server also both workers' contributions.
+    assert str(slots_note(layout_of(8, 2**24), 8)) == (
+        "--staleness 8 holds 9 versions of what workers and servers receive, for parameters of "
+        "64.0 MiB: 576.3 MiB in each worker and 1,728.8 MiB in each server; a smaller --staleness "
+        "takes less."
+    )
+
+
+@pytest.mark.parametrize(("staleness", "values"), [(3, 2**24), (8, 2**18)])
+def test_a_small_staleness_or_model_has_no_line_on_memory(staleness: int, values: int) -> None:
+    assert slots_note(layout_of(staleness, values), staleness) is None
 
 
 def test_a_step_without_an_update_leaves_the_parameters() -> None:
