@@ -19,6 +19,7 @@ from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator, require_same_call
 from paceline.errors import ConfigError
 from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
+from paceline.timeline.timeline import Timeline
 from paceline.wiring.exchange import workers_mean
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.exchange_state import Rank
@@ -153,6 +154,29 @@ def test_a_barrier_of_asynchronous_workers_names_a_rank_that_is_elsewhere() -> N
             "world.total() was called on rank 1 and a barrier of asynchronous workers" in text
         )
         assert text.endswith("all ranks must make the same calls in the same order.")
+
+
+def test_a_wait_at_a_barrier_of_asynchronous_workers_is_no_time_of_their_own() -> None:
+    seconds = 0
+
+    def late(tensor: Tensor) -> Tensor:
+        nonlocal seconds
+        seconds += 5
+        return tensor
+
+    timeline = Timeline(lambda: seconds * 10**9)
+    served = Served(1, staleness=None, mean=late, timeline=timeline)
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, served, None)
+        rank.train(0)
+        rank.replica._binding.synchronizer.settle(Weights.MERGED)
+        rank.train(1)
+        rank.close()
+
+    run_ranks(1, work)
+    assert timeline.now() == 10  # two barriers: before the pull, and before the next push
+    assert timeline.own_seconds() == 0
 
 
 def layout_of(staleness: int, values: int) -> Layout:
