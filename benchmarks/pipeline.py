@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ EVEN_BATCH = 128
 def main() -> None:
     options = _parser().parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the namespaces have no names of hosts
+    os.environ.setdefault("PACELINE_SECRET", secrets.token_hex())
     if options.quick:
         options.rounds = 2
         options.steps = 1
@@ -98,7 +100,7 @@ def measure(rate: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 turns: dict[str, Any] = {
                     name: partial(ranks.turn, name, options.steps) for name in rows
                 }
-                turns["parts"] = partial(_parts, ranks, row)
+                turns["parts"] = partial(_parts, ranks, row, options.steps)
                 turned = interleaved(turns, options.rounds)
             found += results(row, rate, turned, options.microbatches)
     lines = [TITLES]
@@ -110,9 +112,9 @@ def measure(rate: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [each | {"speed": str(each["speed"]), "reached": str(each["reached"])} for each in found]
 
 
-def _parts(ranks: Ranks, schedule: str) -> Any:
+def _parts(ranks: Ranks, schedule: str, steps: int) -> Any:
     """Ask each stage what its passes take."""
-    return [json.loads(answer) for answer in ranks.ask(f"parts:{schedule} 1")]
+    return [json.loads(answer) for answer in ranks.ask(f"parts:{schedule} {steps}")]
 
 
 def results(

@@ -325,8 +325,13 @@ class _NoLink:
         """Drop it."""
 
 
-def parts(stage: Stage, schedule: str) -> dict[str, float]:
-    """Return the mean seconds of each kind of pass, and those of the optimizer's step."""
+def parts(stage: Stage, schedule: str, steps: int) -> dict[str, float]:
+    """Return the mean seconds of each kind of pass, and of the optimizer's step, once warm."""
+    all_steps = [_parts(stage, schedule) for _ in range(steps + 1)][1:]
+    return {kind: fmean(one[kind] for one in all_steps) for kind in all_steps[0]}
+
+
+def _parts(stage: Stage, schedule: str) -> dict[str, float]:
     setting = stage.setting
     count = setting.microbatches
     tasks = make_schedule(schedule, setting.ranks, count)[setting.rank]
@@ -390,7 +395,7 @@ def main() -> None:
         row, steps = told.get().split()
         question, _, name = row.rpartition(":")
         if question == "parts":
-            answer: Any = parts(stage, name)
+            answer: Any = parts(stage, name, int(steps))
         elif question == "spans":
             answer = spans(variants[name], times[name], int(steps))
         else:
