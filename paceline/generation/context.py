@@ -157,6 +157,10 @@ class GenerationContext:
         )
         return self
 
+    def allow_lead(self, steps: int) -> None:
+        """Let ranks lead each other by so many steps; collective."""
+        self.summaries.allow_lead(steps, self.group("all", "summaries"))
+
     def begin(self, generation: Generation) -> None:
         """Place the same ranks in the run: their generation has its number now."""
         self.world = replace(self.world, generation=generation)

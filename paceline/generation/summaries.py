@@ -122,8 +122,14 @@ class StepSummaries:
             self._reports = SimpleQueue()
             Thread(target=self._send_reports, name="summaries", daemon=True).start()
 
-    def allow_lead(self, steps: int) -> None:
-        """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
+    def allow_lead(self, steps: int, communicator: Communicator) -> None:
+        """Let this rank lead the others by so many steps (bounded staleness); all ranks call it.
+
+        Args:
+            communicator: connects the ranks for summaries alone: where ranks are in different
+                steps, no order of summaries and other collectives is the same on all.
+        """
+        self.communicator = communicator
         if not self.alone:
             self.lag = steps + 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +165,8 @@ def _served(
     served = ServedOptimizer(optimizer, buckets)
     refuse_idle_servers(buckets, len(servers.names))
     staleness = config.versions_behind
-    context.summaries.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
+    if staleness != 0:
+        context.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
     with ExitStack() as undo:
         undo.callback(served.close)
         if staleness is None:
@@ -190,14 +192,7 @@ def _asynchronous(
     """Make the synchronizer of an asynchronous worker; each has a window with all servers."""
     context = options.context
     world = context.world
-    communicator = context.group("all", "steps")
-    barrier = "a barrier of asynchronous workers"
-
-    def mean(tensor: Tensor) -> Tensor:
-        # A rank that is elsewhere, after a `break` of its own say, is named instead of awaited.
-        require_same_call(communicator, barrier, "", barrier)
-        return total(communicator, tensor, barrier) / world.size
-
+    mean = partial(workers_mean, context.group("all", "steps"))
     made: DataParallel | None = None
     for worker in range(world.size):
         link = servers.link(context, options.purpose, worker)
@@ -211,6 +206,18 @@ def _asynchronous(
         made = make_served(buckets, optimizer, statistics, own, staleness=None, mean=mean)
     assert made is not None
     return made
+
+
+def workers_mean(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Return the mean of all workers' tensors, of float64; collective, so also a barrier.
+
+    Raises:
+        ConfigError: a rank is elsewhere, after a `break` of its own say; names it.
+        CommError: a peer was lost, or silent.
+    """
+    barrier = "a barrier of asynchronous workers"
+    require_same_call(communicator, barrier, "", barrier)
+    return total(communicator, tensor, barrier) / communicator.world_size
 
 
 def _remaining_servers(groups: ExchangeGroups) -> FoundServers:
