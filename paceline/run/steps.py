@@ -464,6 +464,8 @@ class Steps:
         if self._writer is None or not (self.run.context.writes or leaderless):
             return None
         steps = self._writer.rescue()
+        if self._parts is not None:
+            self._parts.complete()
         self._record_published(self._writer.published)
         return steps
 

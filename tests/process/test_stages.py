@@ -85,3 +85,32 @@ def test_another_number_of_stages_is_refused(tmp_path: Path) -> None:
     uneven = run("paceline", *SCRIPT, "notified", "stages=2", folder=tmp_path, ranks=3)
     assert uneven.status == 2, uneven.text
     assert "mesh 2 stages of 1 tensor rank: a replica takes 2 processes" in uneven.text
+
+
+@pytest.mark.parametrize(
+    ("way", "member"), [("notified", 3), ("sharded", 0), ("allreduce", 1), ("sharded", 2)]
+)
+def test_a_replica_that_loses_a_stage_leaves_and_the_other_continues(
+    tmp_path: Path, way: str, member: int
+) -> None:
+    ended = run("paceline", *SCRIPT, way, f"0:1:2:{member}", folder=tmp_path, ranks=4)
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    assert ended.text.count(". 2 processes continue from step ") == 1
+    mate = (member + 2) % 4
+    assert ended.text.count("This process had a replica of the model with it") == 1, mate
+    require_trained(tmp_path, 1)
+    require_exact(tmp_path)
+
+
+def test_a_run_without_a_whole_replica_stops_and_the_same_command_resumes_it(
+    tmp_path: Path,
+) -> None:
+    stopped = run("paceline", *SCRIPT, "notified", "0:1:3:1", folder=tmp_path, ranks=2)
+    assert stopped.status == 1, stopped.text
+    assert "With that, no replica of the model is whole any more." in stopped.text
+    assert "Traceback" not in stopped.text
+    resumed = run("paceline", *SCRIPT, "notified", folder=tmp_path, ranks=2)
+    assert resumed.status == 0, resumed.text
+    require_trained(tmp_path, 1)
+    require_exact(tmp_path)
