@@ -37,7 +37,6 @@ from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
-from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
 from paceline.observe.event_file import EventFile
@@ -91,7 +90,6 @@ class Session:
         signals: requests to stop; where the run survives losses, they end it on all machines.
         notes: phrases and shows what the user is to know.
         resources: closes what the session opens, in reverse order of opening.
-        builder: has the mesh of each generation.
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
@@ -112,7 +110,6 @@ class Session:
     signals: StopSignals
     notes: Notes
     resources: ExitStack
-    builder: Builder = field(default_factory=Builder)
     run: Run = field(init=False)
     start: Start = field(default_factory=Start, init=False)
     position: Position = field(default_factory=Position, init=False)
@@ -154,9 +151,7 @@ class Session:
             membership = watch_peers(
                 group, store, self.resources, options=self.silence, limit=limit, report=report
             )
-        run = connect_run(
-            group, store, self.device, self.timeouts, membership, self.notes, self.builder
-        )
+        run = connect_run(group, store, self.device, self.timeouts, membership, self.notes)
         self.run = self.resources.enter_context(run)
 
     def resume(self) -> None:
@@ -356,7 +351,8 @@ class Session:
         """
         if self.folder is None or self.steps is None:
             return ""
-        first_here = self.run.context.world.local_rank == 0
+        context = self.run.context
+        first_here = context.mesh.divided or context.world.local_rank == 0
         return save_after(error, self.folder, self.steps.rescue, first_here=first_here)
 
     @property

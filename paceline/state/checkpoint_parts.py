@@ -19,7 +19,7 @@ from typing import Self
 from paceline.atomic_write import write_atomically
 from paceline.cluster.json_record import JsonRecord
 from paceline.errors import CheckpointError, CommError
-from paceline.state.checkpoint_files import FORMAT
+from paceline.state.checkpoint_files import FORMAT, read_checkpoint
 from paceline.state.checkpoint_writer import Checkpoint, WrittenFiles
 from paceline.state.file_integrity import reason_of
 
@@ -99,6 +99,27 @@ class CheckpointParts:
         header = {"lineage": checkpoint.state["lineage"]}
         self._newest = replace(checkpoint, state=header, parameters={})
         self.written_steps = checkpoint.step
+
+    def complete(self) -> None:
+        """Write the index of the own newest file, if this folder has all other parts, too.
+
+        After a rescue, in which ranks write without each other: the last one finds all.
+
+        Raises:
+            CheckpointError: as `confirm`.
+        """
+        checkpoint = self._newest
+        if checkpoint is not None and all(self._has(checkpoint, part) for part in self._parts):
+            self.confirm(checkpoint.step)
+
+    def _has(self, checkpoint: Checkpoint, part: str) -> bool:
+        """Return whether a part's file of a checkpoint is in this folder."""
+        path = self._folder / f"step-{checkpoint.step:08}.{part}.pt"
+        try:
+            lineage = read_checkpoint(path, peek=True)["lineage"]
+        except (CheckpointError, OSError):
+            return False
+        return bool(lineage[-1] == checkpoint.state["lineage"][-1])
 
     def confirm(self, step: int) -> None:
         """Write the index of a checkpoint whose parts are all written, once; as rank 0.
