@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
 from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
-from paceline.comm.communicator import total
+from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -44,6 +44,7 @@ from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.state.checkpoint_parts import CheckpointParts
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.timeline.timeline import SETTLE
 
@@ -79,6 +80,7 @@ class Steps:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, with the timeline's account of it.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
+        parts: knows which checkpoints are written, where they are in parts; None: they aren't.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -113,6 +115,7 @@ class Steps:
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
         first_step_checks: FirstStepChecks | None = None,
+        parts: CheckpointParts | None = None,
     ) -> None:
         self.speeds = speeds
         self._generation_checks = first_step_checks
@@ -122,6 +125,7 @@ class Steps:
         self._replica = replica
         self.run = run
         self._writer = writer
+        self._parts = parts
         self._seed = seed
         self._batch: BatchSlice | None = None  # of the step under way
         self._further = False  # that step trains the batch of the last one, too
@@ -441,9 +445,11 @@ class Steps:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None or not (self.run.leads or leaderless):
+        if self._writer is None or not (self.run.context.writes or leaderless):
             return None
         steps = self._writer.rescue()
+        if self._parts is not None:
+            self._parts.complete()
         self._record_published(self._writer.published)
         return steps
 
@@ -459,9 +465,12 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.recovery.survives and self._checkpoints.saving:
+        in_parts = self._parts is not None
+        if self._checkpoints.saving and (in_parts or (together and self.recovery.survives)):
             self._await_leader()
         self.wait_for_files()
+        if self._parts is not None and self._checkpoints.saving:
+            self._confirm_parts(self._parts)
         self.run.recorder.event("finish", stopped=stopped)
 
     def wait_for_files(self) -> None:
@@ -484,10 +493,18 @@ class Steps:
         limit = context.limits[1] / 4
         written = False
         while not written:
-            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            own = self._writer is None or not context.writes or self._writer.written(limit)
             missing = torch.tensor([not own], dtype=torch.float64)
             what = "the wait for the last checkpoint"
             written = not total(context.group("all", "steps"), missing, what).item()
+
+    def _confirm_parts(self, parts: CheckpointParts) -> None:
+        """Write the index of the last checkpoint, if all its parts are written; collective."""
+        communicator = self.run.context.group("all", "steps")
+        written = gather_counts(communicator, parts.written_steps, "the parts of a checkpoint")
+        newest = {written[ranks[0]] for ranks in self.run.context.mesh.lines("data")}
+        if self.run.leads and len(newest) == 1:
+            parts.confirm(newest.pop())
 
     def _enter_span(self, name: str, **fields: object) -> None:
         span = self.run.timeline.span(name, **fields)
@@ -586,6 +603,7 @@ class Steps:
             check_interval=check_interval,
             times=times,
             seen=seen,
+            written=0 if self._parts is None else self._parts.written_steps,
         )
 
     def _receive_summaries(self, *, before: int) -> None:
@@ -599,6 +617,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
+            if summary.written and self._parts is not None and self.run.leads:
+                self._parts.confirm(summary.written)
             if self._watch is not None:
                 self._watch.check(summary.step, summary.sums)
 

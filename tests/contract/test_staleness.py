@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.algorithms.synchronizer import Weights
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, require_same_call
 from paceline.errors import ConfigError
+from paceline.wiring.exchange import workers_mean
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.exchange_state import Rank
 from tests.harness.equivalence.large_batch import largest_difference, replicate
@@ -133,6 +135,22 @@ def test_a_parameter_that_an_asynchronous_worker_writes_before_a_meeting_is_refu
             rank.replica._binding.synchronizer.settle(Weights.MERGED)
 
     on_workers(work, staleness=None)
+
+
+def test_a_barrier_of_asynchronous_workers_names_a_rank_that_is_elsewhere() -> None:
+    def work(c: Communicator) -> str:
+        value = torch.zeros(1, dtype=torch.float64)
+        barrier = partial(workers_mean, c, value)
+        elsewhere = partial(require_same_call, c, "world.total()", "", "a total")
+        with pytest.raises(ConfigError) as caught:
+            (elsewhere if c.rank else barrier)()  # rank 1 has left the loop alone
+        return str(caught.value)
+
+    for text in run_ranks(2, work):
+        assert "a barrier of asynchronous workers was called on rank 0" in text or (
+            "world.total() was called on rank 1 and a barrier of asynchronous workers" in text
+        )
+        assert text.endswith("all ranks must make the same calls in the same order.")
 
 
 def test_a_step_without_an_update_leaves_the_parameters() -> None:
