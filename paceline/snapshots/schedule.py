@@ -24,7 +24,7 @@ from paceline.comm.communicator import broadcast_state
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.replica.group import AnyReplica
-from paceline.replica.state_parts import POSITION
+from paceline.replica.state_parts import DIVISION, POSITION
 from paceline.snapshots.checkpoint_entries import all_plain, fits, make_checkpoint
 from paceline.snapshots.position import Position
 from paceline.snapshots.step_snapshots import StepSnapshots
@@ -254,11 +254,11 @@ class CheckpointSchedule:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest state in memory of which a file can be made; from any thread."""
-        if not self._plain or self._gathers or self._snapshots.divided:
+        if not self._plain or self._gathers:
             return self._copied
         for _ in range(_TRIES):  # another thread may commit a newer one, and forget sums
             borrowed = self._snapshots.borrow()
-            if borrowed is None:
+            if borrowed is None or DIVISION in borrowed.state:
                 return self._copied
             sent = borrowed.state[POSITION]["sent"]
             sums = self._sums

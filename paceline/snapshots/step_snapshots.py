@@ -142,10 +142,12 @@ class StepSnapshots:
 
         Replicas must be equal, and some of their ranks survive a loss.
         """
+        if not self.divides:
+            return False
         context = self._run.context
         equal = self._replica.rounds is None and self._replica.equal_between_steps
         possible = equal and self._survives and not context.mesh.divided
-        return self.divides and possible and can_divide(context.world.generation)
+        return possible and can_divide(context.world.generation)
 
     def free(self, step: int) -> bool:
         """Return whether a snapshot before a step can be taken; the same on all ranks.

@@ -17,6 +17,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
     FLOAT32,
     FLOAT64,
     SAMPLES,
+    STEPS,
     TrainerRollbacks,
 )
 from tests.harness.equivalence.undisturbed_runs import undisturbed
@@ -92,16 +93,21 @@ def test_the_loss_of_both_that_have_a_part_leads_back_to_a_checkpoint_that_is_wh
     flags = (*NOTIFIED, *FLOAT32)
     backups = BackupMembers()
     run = TrainerRollbacks(
-        tmp_path / "run", (*flags, *DIVIDED), FOUR, drawn(4, [3], 4), [(1, 2)], backups
+        tmp_path / "run",
+        (*flags, *DIVIDED),
+        FOUR,
+        [[(STEPS + 2, "backward")] * 4],
+        [(1, 2)],
+        backups,
     )
     states = run.run()
     backups.close()
     assert run.from_disk == [True]
-    (start,) = run.starts
+    assert run.starts == [STEPS]
     # The same cuts, by whole snapshots, of which any member can continue alone.
-    again = TrainerRollbacks(tmp_path / "again", flags, FOUR, [[(start, "load")] * 4], [(1, 2)])
+    again = TrainerRollbacks(tmp_path / "again", flags, FOUR, [[(STEPS, "load")] * 4], [(1, 2)])
     expected = again.run()
-    assert again.starts == [start]
+    assert again.starts == [STEPS]
     for rank in (0, 3):
         assert all(torch.equal(expected[0][key], value) for key, value in states[rank].items())
     requires_ledger(run.folder, capsys)
