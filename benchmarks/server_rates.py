@@ -8,16 +8,20 @@
 The limit is a cgroup's (v1 or v2), which needs root. Workers, and the server, share the machine's
 cores, and train ResNet-20 on random images. A ratio is images/s of all workers divided by those
 that the same three make at once, under the same limits, without any exchange (`none`), in the same
-round. A way that this version refuses is left out, with the sentence. At the end: how stale the
-parameters were that the steps read.
+round. A way is started once a round, for both limits. Shares follow the speeds where a way's name
+says so, and where it is asynchronous: these settle for longer before they are measured. A way that
+this version refuses is left out, with the sentence. At the end: how stale the parameters were that
+the steps read. On two idle cores it takes 10 minutes, and with --quick one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 import threading
@@ -26,13 +30,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from rounds import interleaved, median_of, paired_ratio
-from server_ways import RefusedError, histogram, launch_command, reason_in
+from rounds import median_of, paired_ratio, rotated
+from server_ways import RefusedError, histogram, reason_in
 from shares import limit, limited_group, release
 from shares_plot import bars
 from table import print_table
@@ -40,19 +44,23 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.cli import serve
+from paceline.cluster.membership.control_line.beats import Beats
 from paceline.models.zoo import build_model
 
 WORKERS = 3
 NONE = "none"
-ALWAYS = [
-    *("server", "server measured", "server:staleness=2", "server:staleness=2 measured"),
-    *("server:staleness=async", "notified measured"),
-]
-IN_TURN = ["server", "server:staleness=2", "server:staleness=8", "server:staleness=async"]
+ALWAYS = ["server:staleness=async", "server:staleness=2 measured", "server:staleness=2"]
+IN_TURN = ["server:staleness=2", "server"]
 TITLES = ["", "images/s", "of what they make apart", "staleness of the reads"]
 WIDTHS = [30, 24, 24, 40]
-START_S = 300.0
-END_S = 20.0
+START_S = 120.0
+STEADY_SETTLING = 0.2  # of the seconds for which shares settle, where they stay equal
+JOB = "rates"
+RUN_ID = f"torchrun-{JOB}.0"  # as `paceline.join` calls the run of these variables
+
+Slow = Callable[[Sequence[Path], threading.Event], None]
+"""Sets the limits of groups, until the event is set."""
 
 
 class Rates:
@@ -61,8 +69,11 @@ class Rates:
     Args:
         groups: a cgroup for each worker.
         batch: images of a global batch.
-        settling: seconds from the limits to the measurement.
+        settling: seconds from a limit to the measurement, where shares follow the speeds.
         timed: seconds that are measured.
+
+    Attributes:
+        reads: how often each staleness occurred, by limit and way.
     """
 
     def __init__(self, groups: Sequence[Path], batch: int, settling: float, timed: float) -> None:
@@ -70,20 +81,19 @@ class Rates:
         self._batch = batch
         self._settling = settling
         self._timed = timed
-        self.reads: dict[str, Counter[str]] = {}
+        self.reads: dict[tuple[str, str], Counter[str]] = {}
 
     def step_seconds(self) -> float:
         """Return the time of a step of all workers at once, unlimited and without an exchange."""
-        return self._batch / self.images_per_second(NONE, lambda groups, ended: None)
+        rate = self.images_per_second(NONE, {"": lambda groups, ended: None})[""]
+        return self._batch / rate
 
-    def images_per_second(
-        self, way: str, slow: Callable[[Sequence[Path], threading.Event], None]
-    ) -> float:
-        """Train by a way; return the images/s of all workers.
+    def images_per_second(self, way: str, limits: Mapping[str, Slow]) -> dict[str, float]:
+        """Train by a way, in one start; return the images/s of all workers, by limit.
 
         Args:
             way: what `parallelize` gets as `sync`, and " measured" for shares by speed; or `NONE`.
-            slow: sets the limits of the groups, until the event is set.
+            limits: one after another.
 
         Raises:
             RefusedError: the run failed.
@@ -93,56 +103,85 @@ class Rates:
         with tempfile.TemporaryDirectory() as folder, self._started(way, Path(folder)) as running:
             logs = [Path(folder, str(rank)) for rank in range(WORKERS)]
             _await_steps(running, logs)
-            ended = threading.Event()
-            slowing = threading.Thread(target=slow, args=(self._groups, ended), name="slowing")
-            slowing.start()
-            time.sleep(self._settling)
-            begin = time.monotonic()
-            time.sleep(self._timed)
-            end = time.monotonic()
-            ended.set()
-            slowing.join()
-            if running.poll() is not None:
-                raise RefusedError(_said(folder))
-            steps = [_steps(log, begin, end) for log in logs]
-        self.reads[way] = Counter()
-        for first, *_, last in steps:
-            self.reads[way].update(last["staleness"])
-            self.reads[way].subtract(first["staleness"])
-        return sum(
-            (last["images"] - first["images"]) / (last["time"] - first["time"])
-            for first, *_, last in steps
-        )
+            settling = self._settling * (1 if _follows_speeds(way) else STEADY_SETTLING)
+            rates = {}
+            for name, slow in limits.items():
+                steps = self._under(slow, settling, running, logs)
+                rates[name] = sum(map(_rate, steps))
+                reads = self.reads[name, way] = Counter()
+                for first, *_, last in steps:
+                    reads.update(last["staleness"])
+                    reads.subtract(first["staleness"])
+        return rates
+
+    def _under(
+        self, slow: Slow, settling: float, running: Sequence[BaseProcess], logs: Sequence[Path]
+    ) -> list[list[dict[str, Any]]]:
+        """Return each worker's steps of the measured time under a limit.
+
+        Raises:
+            RefusedError: a process ended, or is too slow.
+        """
+        ended = threading.Event()
+        slowing = threading.Thread(target=slow, args=(self._groups, ended), name="slowing")
+        slowing.start()
+        time.sleep(settling)
+        begin = time.monotonic()
+        time.sleep(self._timed)
+        deadline = begin + START_S
+        while not all(len(_steps(log, begin)) > 1 for log in logs) and time.monotonic() < deadline:
+            time.sleep(0.2)  # where others use the machine, too
+        end = time.monotonic()
+        ended.set()
+        slowing.join()
+        for group in self._groups:
+            release(group)
+        if not all(process.is_alive() for process in running):
+            raise RefusedError(_said(logs[0].parent))
+        steps = [_steps(log, begin, end) for log in logs]
+        if any(len(of_worker) < 2 for of_worker in steps):
+            raise RefusedError(f"a worker made no two steps in {START_S:.0f} s")
+        return steps
 
     @contextmanager
-    def _started(self, way: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    def _started(self, way: str, folder: Path) -> Iterator[Sequence[BaseProcess]]:
         """Start the workers of a way, and its server; end all of them afterwards."""
-        words = {
-            "way": way,
-            "batch": self._batch,
-            "folder": str(folder),
-            "groups": list(map(str, self._groups)),
-        }
-        command = [*launch_command(WORKERS, way), sys.executable, __file__]
-        with (folder / "said").open("wb") as said:
-            process = subprocess.Popen(
-                [*command, "--worker", json.dumps(words)], stdout=said, stderr=said
-            )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        # Forked: the import of torch would take longer than a measurement.
+        context = multiprocessing.get_context("fork")
+        work_on = partial(work, way, self._batch, folder, port, self._groups)
+        processes: list[BaseProcess] = [
+            context.Process(target=_said_into, args=(folder, partial(work_on, rank)))
+            for rank in range(WORKERS)
+        ]
+        if way.startswith("server"):
+            words = ("--run_id", RUN_ID, "--master", f"127.0.0.1:{port}")
+            serving = partial(serve.main, (*words, "--first_iter_timeout", f"{START_S:.0f}"))
+            processes.append(context.Process(target=_said_into, args=(folder, serving)))
         try:
-            yield process
+            for process in processes:
+                process.start()
+            yield processes
         finally:
             for group in self._groups:
                 release(group)  # what is throttled ends late
-            family = []
-            if process.poll() is None:
-                family = psutil.Process(process.pid).children(recursive=True)
-            process.terminate()
-            psutil.wait_procs(family, timeout=END_S)
-            for one in family:
-                if one.is_running():
-                    one.kill()
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _follows_speeds(way: str) -> bool:
+    """Return whether the workers' shares follow their speeds."""
+    return way.endswith(" measured") or "staleness=async" in way
+
+
+def _said_into(folder: Path, run: Callable[[], object]) -> None:
+    """Run what a process does; what it says goes to a file."""
+    file = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    run()
 
 
 def always(groups: Sequence[Path], ended: threading.Event) -> None:
@@ -161,7 +200,7 @@ def in_turn(seconds: float, groups: Sequence[Path], ended: threading.Event) -> N
         number = (number + 1) % len(groups)
 
 
-def _await_steps(running: subprocess.Popen[bytes], logs: Sequence[Path]) -> None:
+def _await_steps(running: Sequence[BaseProcess], logs: Sequence[Path]) -> None:
     """Wait until each worker has logged a step.
 
     Raises:
@@ -169,33 +208,39 @@ def _await_steps(running: subprocess.Popen[bytes], logs: Sequence[Path]) -> None
     """
     deadline = time.monotonic() + START_S
     while not all(log.exists() and log.stat().st_size for log in logs):
-        if running.poll() is not None or time.monotonic() > deadline:
-            raise RefusedError(_said(str(logs[0].parent)))
-        time.sleep(0.2)
+        alive = all(process.is_alive() for process in running)
+        if not alive or time.monotonic() > deadline:
+            raise RefusedError(_said(logs[0].parent))
+        time.sleep(0.05)
 
 
-def _said(folder: str) -> str:
-    return reason_in(Path(folder, "said").read_text())
+def _said(folder: Path) -> str:
+    return reason_in((folder / "said").read_text())
 
 
-def _steps(log: Path, begin: float, end: float) -> list[dict[str, Any]]:
-    """Return the steps of a worker that ended in an interval.
-
-    Raises:
-        RefusedError: there are fewer than two.
-    """
+def _steps(log: Path, begin: float, end: float = math.inf) -> list[dict[str, Any]]:
+    """Return the steps of a worker that ended in an interval."""
     steps = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if "}" in line]
-    inside = [step for step in steps if begin <= step["time"] <= end]
-    if len(inside) < 2:
-        raise RefusedError("a worker made no two steps in the measured time; use --seconds")
-    return inside
+    return [step for step in steps if begin <= step["time"] <= end]
 
 
-def work(way: str, batch: int, folder: str, groups: Sequence[str]) -> None:
+def _rate(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return a worker's images/s."""
+    first, *_, last = steps
+    rate: float = (last["images"] - first["images"]) / (last["time"] - first["time"])
+    return rate
+
+
+def work(way: str, batch: int, folder: Path, port: int, groups: Sequence[Path], rank: int) -> None:
     """Train as a worker until the parent ends this process; log each step."""
+    os.environ |= {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+        **{"WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": JOB},
+    }
     torch.set_num_threads(1)
     world = paceline.join(snapshots=False, replica_check=False, first_iter_timeout=START_S)
-    Path(groups[world.rank], "cgroup.procs").write_text(str(os.getpid()))
+    (groups[rank] / "cgroup.procs").write_text(str(os.getpid()))
     model: Any = build_model("resnet20", num_labels=10, num_channels=3)
     model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -205,10 +250,10 @@ def work(way: str, batch: int, folder: str, groups: Sequence[str]) -> None:
         batches: Any = DataLoader(data, batch // WORKERS, shuffle=True, drop_last=True)
     else:
         sync, _, shares = way.partition(" ")
-        paceline.parallelize(model, optimizer, world, sync=sync, shares=shares or "equal")
+        paceline.parallelize(model, optimizer, world, sync=sync, shares=shares or "auto")
         batches = paceline.loader(data, batch, world)
     trained = 0
-    with Path(folder, str(world.rank)).open("w") as log:
+    with (folder / str(rank)).open("w") as log:
         while True:
             for x, y in batches:
                 with _step(world, way):
@@ -230,41 +275,49 @@ def _step(world: paceline.World, way: str) -> Iterator[None]:
         yield
 
 
-def measure(
-    rates: Rates, title: str, ways: Sequence[str], slow: Any, options: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
-    """Measure ways under a limit, and print their table; return it."""
-    print(f"\n{title}:", flush=True)
-    left = [NONE]
-    for way in ways:
-        try:
-            rates.images_per_second(way, slow)
-        except RefusedError as error:
-            print(f"{way}: left out: {error}", flush=True)
-        else:
-            left.append(way)
-    turns = {way: partial(rates.images_per_second, way, slow) for way in left}
-    found = interleaved(turns, options.rounds)
-    lines = [TITLES]
-    for way, values in found.items():
-        reads = histogram(rates.reads[way])
-        ratio = str(paired_ratio(values, found[NONE]))
-        lines.append([way, f"{median_of(values):.1f}", ratio, reads])
-    print_table(lines, WIDTHS, markdown=options.markdown)
-    return {
-        way: {"images/s": values, "staleness": rates.reads[way]} for way, values in found.items()
-    }
+def measure(rates: Rates, limits: Mapping[str, tuple[Slow, Sequence[str]]], rounds: int) -> Found:
+    """Measure ways under limits, each started once a round.
+
+    Args:
+        limits: by name: what sets the limit, and the ways that are measured under it.
+        rounds: how many.
+
+    Returns:
+        images/s, a value a round, by limit and way.
+    """
+    ways = [NONE, *dict.fromkeys(way for _, listed in limits.values() for way in listed)]
+    found: Found = {name: {} for name in limits}
+    for number in range(rounds):
+        for way in rotated(ways, number):
+            its = {n: slow for n, (slow, listed) in limits.items() if way in (NONE, *listed)}
+            try:
+                for name, rate in rates.images_per_second(way, its).items():
+                    found[name].setdefault(way, []).append(rate)
+            except RefusedError as error:
+                print(f"{way}: left out: {error}", flush=True)
+                ways.remove(way)
+                for values in found.values():
+                    values.pop(way, None)
+    return found
+
+
+Found = dict[str, dict[str, list[float]]]
+
+
+def _load() -> None:
+    """Load what each process would load for itself, for seconds: modules of torch, and kernels."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    Beats(1.0).close()
 
 
 def main() -> int:
     options = _parser().parse_args()
-    if options.worker:
-        work(**json.loads(options.worker))
-        return 0
     if options.quick:
         options.rounds = 1
-        options.seconds = 5.0
-        options.settling = 3.0
+        options.seconds = 2.0
+        options.settling = 4.0
+        options.batch = 48
+    _load()
     with ExitStack() as stack:
         try:
             groups = [stack.enter_context(limited_group(str(n))) for n in range(WORKERS)]
@@ -273,21 +326,42 @@ def main() -> int:
             return 1
         rates = Rates(groups, options.batch, options.settling, options.seconds)
         seconds = 2 * rates.step_seconds()
-        print(f"two steps take {seconds:.2f} s; {options.rounds} rounds of {options.seconds:.0f} s")
-        turn = partial(in_turn, seconds)
-        found = {
-            "always": measure(
-                rates, "worker 0 always at a third of a core", options.always, always, options
-            ),
-            "in turn": measure(
-                rates, "each worker in turn, for two steps", options.in_turn, turn, options
-            ),
+        print(
+            f"two steps take {seconds:.2f} s; {options.rounds} rounds of {options.seconds:g} s",
+            flush=True,
+        )
+        limits: dict[str, tuple[Slow, Sequence[str]]] = {
+            "worker 0 always at a third of a core": (always, options.always),
+            "each worker in turn, for two steps": (partial(in_turn, seconds), options.in_turn),
         }
+        measured = measure(rates, limits, options.rounds)
+    for title, values in measured.items():
+        _print(title, values, rates, options)
+    found = {
+        title: {
+            way: {"images/s": values, "staleness": rates.reads[title, way]}
+            for way, values in of_limit.items()
+        }
+        for title, of_limit in measured.items()
+    }
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     if options.plot:
         options.plot.write_text(bars(_histograms(found), "versions behind", "% of the reads"))
     return 0
+
+
+def _print(
+    title: str, found: Mapping[str, list[float]], rates: Rates, options: argparse.Namespace
+) -> None:
+    """Print the table of a limit."""
+    print(f"\n{title}:")
+    lines = [TITLES]
+    for way, values in found.items():
+        reads = histogram({k: n for k, n in rates.reads[title, way].items() if n})
+        ratio = str(paired_ratio(values, found[NONE]))
+        lines.append([way, f"{median_of(values):.1f}", ratio, reads])
+    print_table(lines, WIDTHS, markdown=options.markdown)
 
 
 def _histograms(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -307,17 +381,16 @@ def _histograms(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="one round of 5 s a way")
-    add("--rounds", type=int, default=3)
-    add("--seconds", type=float, default=20.0)
-    add("--settling", type=float, default=15.0)
+    parser.add_argument("--quick", action="store_true", help="one round of short measurements")
+    add("--rounds", type=int, default=5)
+    add("--seconds", type=float, default=10.0)
+    add("--settling", type=float, default=10.0)
     add("--batch", type=int, default=96, help="images of a global batch; default: %(default)s")
     add("--always", nargs="*", default=ALWAYS, metavar="SYNC[ measured]")
     add("--in_turn", nargs="*", default=IN_TURN, metavar="SYNC[ measured]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the staleness histograms, as SVG")
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         launch,
         loader,
         parallelize,
+        stages,
     )
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "launch",
     "loader",
     "parallelize",
+    "stages",
 ]
 
 

@@ -1,10 +1,11 @@
-"""The public library: `join`, `parallelize`, `loader`, `launch`, for a script with its own loop."""
+"""The public library for a script with its own loop, such as `join`, `parallelize`, `loader`."""
 
 from paceline.api.join import join as join
 from paceline.api.launch import launch as launch
 from paceline.api.loaders.loader import Loader as Loader
 from paceline.api.loaders.loader import loader as loader
 from paceline.api.parallelize import parallelize as parallelize
+from paceline.api.stages import stages as stages
 from paceline.api.world import World as World
 from paceline.config.server import Server as Server
 from paceline.update.outer.average import Average as Average

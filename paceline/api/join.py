@@ -33,7 +33,6 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.rules import positive, silence
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
-from paceline.generation.builder import Builder
 from paceline.generation.mesh import Mesh
 from paceline.observe.trackers.tracker import Tracker
 from paceline.observe.trackers.trackers import require_installed
@@ -176,7 +175,7 @@ def join(
         resources = ExitStack()
         try:
             joined = join_world(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
-            Mesh.of(joined.group.generation, **lengths)
+            joined = _divided(joined, lengths)
             chosen = _device(device, joined.group)
             exit_handler.activate(joined)
             signals = StopSignals()
@@ -201,7 +200,6 @@ def join(
                 signals=signals,
                 notes=ScriptNotes(),
                 resources=resources,
-                builder=Builder(**lengths),
             )
             return _open_world(process, session, default_group=default_group)
         except BaseException:
@@ -230,6 +228,15 @@ def _mesh_entry(lengths: Mapping[str, int]) -> dict[str, str]:
     """Return the entry of a run's configuration for a mesh: a run with another is another run."""
     text = ", ".join(f"{axis} {length}" for axis, length in lengths.items())
     return {"mesh": text} if lengths else {}
+
+
+def _divided(joined: Joined, lengths: Mapping[str, int]) -> Joined:
+    """Return the joined world with replicas of these lengths; raises as `Mesh.of`."""
+    stages = lengths.get("stage", 1)
+    tensor = lengths.get("tensor", 1)
+    generation = replace(joined.group.generation, stages=stages, tensor=tensor)
+    Mesh.of(generation)
+    return replace(joined, group=replace(joined.group, generation=generation))
 
 
 def _open_world(process: ScriptProcess, session: Session, *, default_group: bool) -> World:

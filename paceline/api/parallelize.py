@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.server import Server, parse_server
 from paceline.config.world import ASYNCHRONOUS, CHOICES, SyncConfig
 from paceline.errors import ConfigError, many
+from paceline.parallel.stage import Stage
 from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.edits import parameter_names
 from paceline.update.batch_norm import (
@@ -274,6 +275,20 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: 
                 "the optimizer has none of the model's parameters: create it with "
                 "model.parameters(), after moving or changing the model."
             )
+        _refuse_other_stages(models, model_parameters, optimizer)
+
+
+def _refuse_other_stages(
+    models: Sequence[nn.Module], own: Collection[nn.Parameter], optimizer: Optimizer
+) -> None:
+    """Refuse an optimizer that was made of a whole model, of which this rank has a stage."""
+    if any(isinstance(model, Stage) for model in models):
+        for group in optimizer.param_groups:
+            if others := sum(p not in own for p in group["params"]):
+                raise ConfigError(
+                    f"the optimizer has {many(others, 'parameter')} that this rank's stage hasn't: "
+                    "create it with model.parameters() of what paceline.stages() returns."
+                )
 
 
 def _check_model(model: nn.Module, world: World) -> None:

@@ -104,12 +104,7 @@ class ScriptModels:
         config = everything[0].config
         self._position.measured = config.measures_shares
         self._position.must_divide = config.shares == "measured"
-        speeds = session.worker_speeds(
-            measured=config.measures_shares,
-            # A script that didn't ask for measured shares isn't refused because it counts its
-            # samples itself, or accumulates over a short batch: its shares stay equal.
-            usual_only=config.shares != "measured",
-        )
+        speeds = session.worker_speeds(config)
         checks = self._first_step_checks(training)
         session.bind(training, speeds, first_step_checks=checks)
         return training

@@ -393,7 +393,7 @@ class World:
         """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
 
         Rank 0 alone may call it, unless ranks have state of their own to contribute: with a lossy
-        wire, with update="sharded", or with sync="average".
+        wire, with update="sharded", with sync="average", or with a mesh that divides the model.
 
         Call it where the next step could begin: a resumed run repeats what comes before that step.
         Where a peer is lost, and the loop continues without it, nothing is saved: the loop goes
@@ -415,7 +415,8 @@ class World:
         replica = self._loop.replica
         with self._end.explained(call):
             try:
-                if replica is not None and replica.stateful:
+                in_parts = self._run.context.mesh.divided
+                if replica is not None and (replica.stateful or in_parts):
                     what = f"{call}, which all ranks must call where ranks have state of their own"
                     context = self._run.context
                     with context.activities.call(call):

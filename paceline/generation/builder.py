@@ -9,21 +9,14 @@ from paceline.generation.mesh import Mesh
 
 
 class Builder:
-    """Builder of a run's generations.
+    """Builder of a run's generations."""
 
-    Args:
-        stage: the number of stages into which a replica of the model is divided.
-        tensor: the number of ranks among which each stage is divided.
-    """
-
-    def __init__(self, *, stage: int = 1, tensor: int = 1) -> None:
-        self._stage = stage
-        self._tensor = tensor
+    def __init__(self) -> None:
         self._purposes: list[tuple[str, str]] = []
 
     def mesh(self, generation: Generation) -> Mesh:
         """Return a generation's ranks along their axes."""
-        return Mesh.of(generation, stage=self._stage, tensor=self._tensor)
+        return Mesh.of(generation)
 
     def purposes(self) -> Sequence[tuple[str, str]]:
         """Return (axis, purpose) of the groups that each generation opens, in this order."""

@@ -157,6 +157,10 @@ class GenerationContext:
         )
         return self
 
+    def allow_lead(self, steps: int) -> None:
+        """Let ranks lead each other by so many steps; collective."""
+        self.summaries.allow_lead(steps, self.group("all", "summaries"))
+
     def begin(self, generation: Generation) -> None:
         """Place the same ranks in the run: their generation has its number now."""
         self.world = replace(self.world, generation=generation)
@@ -166,6 +170,11 @@ class GenerationContext:
     def counts(self) -> bool:
         """Whether this rank's samples and sums count: it is the first one of its replica."""
         return self.along("data").ranks[0] == 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its part of a checkpoint: it is the first one that has it."""
+        return self.along("data").rank == 0
 
     def along(self, axis: str) -> Group:
         """Return the ranks along an axis, at this rank's place on the others.

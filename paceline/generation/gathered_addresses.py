@@ -52,3 +52,6 @@ class GatheredAddresses:
     def find(self, purpose: str, rank: int) -> str:
         """Return a rank's address of those that were gathered."""
         return self._gathered[purpose][rank]
+
+    def check(self) -> None:
+        """Return: the ranks connect by them until the limit."""

@@ -50,14 +50,16 @@ class Mesh:
         return cls(machines=machines, axes=(("data", len(machines)),))
 
     @classmethod
-    def of(cls, generation: Generation, *, stage: int = 1, tensor: int = 1) -> Self:
-        """Return the mesh of a generation whose replicas take `stage` times `tensor` ranks.
+    def of(cls, generation: Generation) -> Self:
+        """Return the mesh of a generation.
 
         Raises:
             ConfigError: the ranks aren't whole replicas, or tensor ranks are on several machines.
         """
         machines = tuple(member.machine for member in generation.members)
         size = len(machines)
+        stage = generation.stages
+        tensor = generation.tensor
         replica = stage * tensor
         given = f"{many(stage, 'stage')} of {many(tensor, 'tensor rank')}"
         if size % replica:

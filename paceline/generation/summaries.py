@@ -41,7 +41,7 @@ NONE_ACKNOWLEDGED: Sequence[bool] = (
     False,
     False,
 )  # at most two snapshots are held and not committed
-_MARKS = 9  # numbers behind the sums
+_MARKS = 10  # numbers behind the sums
 _CPU = torch.device("cpu")
 
 
@@ -63,6 +63,8 @@ class StepSummary:
         times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
             they aren't measured.
         seen: the rows of `FirstStepChecks`, summed over the ranks; () after the first steps.
+        written: the number of completed steps in the newest checkpoint of which all parts are
+            written; 0 where they aren't of one.
     """
 
     step: int
@@ -77,6 +79,7 @@ class StepSummary:
     check_interval: int = 0
     times: tuple[float, ...] = ()
     seen: tuple[float, ...] = ()
+    written: int = 0
 
 
 class StepSummaries:
@@ -119,8 +122,14 @@ class StepSummaries:
             self._reports = SimpleQueue()
             Thread(target=self._send_reports, name="summaries", daemon=True).start()
 
-    def allow_lead(self, steps: int) -> None:
-        """Let this rank lead the others by so many steps (bounded staleness); all ranks call it."""
+    def allow_lead(self, steps: int, communicator: Communicator) -> None:
+        """Let this rank lead the others by so many steps (bounded staleness); all ranks call it.
+
+        Args:
+            communicator: connects the ranks for summaries alone: where ranks are in different
+                steps, no order of summaries and other collectives is the same on all.
+        """
+        self.communicator = communicator
         if not self.alone:
             self.lag = steps + 1
 
@@ -143,6 +152,7 @@ class StepSummaries:
         check_interval: int = 0,
         times: Sequence[float] = (),
         seen: Sequence[float] = (),
+        written: int = 0,
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
@@ -160,9 +170,11 @@ class StepSummaries:
             times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
                 no rank measures the step.
             seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
+            written: the number of completed steps in the newest file of this rank's part of a
+                checkpoint; 0: there is none.
         """
         marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
-        marks += [outcome, outcome**2, code]
+        marks += [outcome, outcome**2, code, written]
         pending = _Pending(
             step=step,
             sums=sums,
@@ -192,8 +204,8 @@ class StepSummaries:
             ranks = self.communicator.world_size
             timed = len(numbers) - _MARKS - pending.timed  # where the times begin
             values = timed - pending.seen
-            stops, request, *counts, interval, check_interval = numbers[-_MARKS:-3]
-            outcomes, squares, codes = numbers[-3:]
+            stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
+            outcomes, squares, codes, _ = numbers[-4:]
             yield StepSummary(
                 step=pending.step,
                 sums=tuple(numbers[:values]),
@@ -207,14 +219,22 @@ class StepSummaries:
                 check_interval=int(check_interval),
                 times=tuple(numbers[timed:-_MARKS]),
                 seen=tuple(numbers[values:timed]),
+                written=self._written(pending),
             )
 
     def _same_state(self, pending: _Pending) -> bool:
         """Return whether ranks whose state is equal reported the same code of it."""
         if pending.rows is None:
             return True
-        codes = pending.rows[:, -1]
+        codes = pending.rows[:, -2]
         return all(len(codes[ranks].unique()) == 1 for ranks in self._replicas)
+
+    def _written(self, pending: _Pending) -> int:
+        """Return the steps in the newest files of the first ranks of replicas; 0: they differ."""
+        if pending.rows is None:
+            return 0
+        newest = {*pending.rows[[ranks[0] for ranks in self._replicas], -1].tolist()}
+        return int(newest.pop()) if len(newest) == 1 else 0
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""

@@ -132,6 +132,17 @@ class StageLink:
             total += dense if stage == self._stage else self._copies(at[stage], [spec])[0]
         return total.to(own.device)
 
+    def settle(self) -> None:
+        """Return once the others have what was sent: this process may be about to end."""
+        operation = "the end of the batch"
+        for to, number in self._sent.items():
+            if number:
+                self._wait(self._stage + to, _TAKEN[to], number, operation)
+        with self._named():
+            for stage in range(len(self._ranks)):
+                if stage != self._stage:
+                    self._window.flush(stage, limit=self._limit, operation=operation)
+
     def close(self) -> None:
         """Close the window."""
         self._window.close()

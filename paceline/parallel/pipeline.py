@@ -105,6 +105,7 @@ class Pipeline:
             assert loss is not None
             return loss
         total = self._link.share_loss(loss, self._batches).to(x.device)
+        self._link.settle()
         self._link.end_startup()
         return total
 
@@ -118,6 +119,7 @@ class Pipeline:
         outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
         if self._link is None:
             return _joined(outputs)
+        self._link.settle()
         tensors = _tensors(_joined(outputs)) if outputs else None
         of_last = [each[-1] for each in boundaries]
         shared = [

@@ -362,11 +362,12 @@ class Replica:
             return
         self._binding.note_kept()
         self._binding.gradients.expect_none()
+        exchanging = self._binding.exchanging
         self._binding.exchanging = False
         try:
             yield
         finally:
-            self._binding.exchanging = True
+            self._binding.exchanging = exchanging
 
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; then it may be changed.

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
-from paceline.comm.communicator import total
+from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
+from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -39,10 +40,12 @@ from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import Recovery
+from paceline.run.straggler import OwnTimes, Straggler
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
+from paceline.state.checkpoint_parts import CheckpointParts
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.timeline.timeline import SETTLE
 
@@ -78,6 +81,7 @@ class Steps:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, with the timeline's account of it.
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
+        parts: knows which checkpoints are written, where they are in parts; None: they aren't.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -93,6 +97,7 @@ class Steps:
     Attributes:
         position: the run's position.
         recovery: goes back and enters the next generation where a peer is lost.
+        straggler: of the last epoch, where parameters may be behind; None: there was none.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Steps:
         durable: DurableState | None = None,
         speeds: WorkerSpeeds | None = None,
         first_step_checks: FirstStepChecks | None = None,
+        parts: CheckpointParts | None = None,
     ) -> None:
         self.speeds = speeds
         self._generation_checks = first_step_checks
@@ -121,6 +127,7 @@ class Steps:
         self._replica = replica
         self.run = run
         self._writer = writer
+        self._parts = parts
         self._seed = seed
         self._batch: BatchSlice | None = None  # of the step under way
         self._further = False  # that step trains the batch of the last one, too
@@ -141,6 +148,8 @@ class Steps:
             steps=self,
         )
         self._account = ChangeAccount(run.timeline)
+        self._own_times = OwnTimes(run)
+        self.straggler: Straggler | None = None
         self.recovery = Recovery(
             replica,
             run,
@@ -159,7 +168,9 @@ class Steps:
 
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
+        self._own_times.begin_generation()
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
+        self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -255,6 +266,7 @@ class Steps:
         number = batch.number
         self._began = self.run.timeline.now()
         if not further:
+            self._own_times.begin_step()
             self._record_replay(number)
         self._batch = batch
         self._further = further
@@ -298,6 +310,9 @@ class Steps:
         self.position.number = number + 1
         self.run.membership.poll(number + 1)
         self._send_summary(number, batch, sums)
+        self._steps_alike += 1
+        if is_trim_due(self._steps_alike):
+            return_freed_memory()
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -341,6 +356,9 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
+        if self._stale:  # before the waits that follow
+            measured = self.speeds is not None and self.speeds.measured
+            self.straggler = self._own_times.end_epoch(measured=measured)
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
             self._replica.synchronize()
@@ -358,7 +376,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         context = self.run.context
-        if self._replica.equal_between_steps or context.summaries.alone:
+        if not self._stale:
             return []
         counts = torch.zeros(_MOST_BEHIND + 1, dtype=torch.int64)
         for behind, count in self._replica.stale_reads.items():
@@ -367,6 +385,13 @@ class Steps:
         summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
         last = max(summed.nonzero().flatten().tolist(), default=-1)
         return [int(count) for count in summed[: last + 1].tolist()]
+
+    @property
+    def _stale(self) -> bool:
+        """Whether ranks read parameters that may be behind those of other ranks."""
+        replica = self._replica
+        between = replica.equal_between_steps or replica.rounds is not None
+        return not (between or self.run.context.summaries.alone)
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.
@@ -436,9 +461,11 @@ class Steps:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None or not (self.run.leads or leaderless):
+        if self._writer is None or not (self.run.context.writes or leaderless):
             return None
         steps = self._writer.rescue()
+        if self._parts is not None:
+            self._parts.complete()
         self._record_published(self._writer.published)
         return steps
 
@@ -454,9 +481,12 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if together and self.recovery.survives and self._checkpoints.saving:
+        in_parts = self._parts is not None
+        if self._checkpoints.saving and (in_parts or (together and self.recovery.survives)):
             self._await_leader()
         self.wait_for_files()
+        if self._parts is not None and self._checkpoints.saving:
+            self._confirm_parts(self._parts)
         self.run.recorder.event("finish", stopped=stopped)
 
     def wait_for_files(self) -> None:
@@ -479,10 +509,18 @@ class Steps:
         limit = context.limits[1] / 4
         written = False
         while not written:
-            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            own = self._writer is None or not context.writes or self._writer.written(limit)
             missing = torch.tensor([not own], dtype=torch.float64)
             what = "the wait for the last checkpoint"
             written = not total(context.group("all", "steps"), missing, what).item()
+
+    def _confirm_parts(self, parts: CheckpointParts) -> None:
+        """Write the index of the last checkpoint, if all its parts are written; collective."""
+        communicator = self.run.context.group("all", "steps")
+        written = gather_counts(communicator, parts.written_steps, "the parts of a checkpoint")
+        newest = {written[ranks[0]] for ranks in self.run.context.mesh.lines("data")}
+        if self.run.leads and len(newest) == 1:
+            parts.confirm(newest.pop())
 
     def _enter_span(self, name: str, **fields: object) -> None:
         span = self.run.timeline.span(name, **fields)
@@ -581,6 +619,7 @@ class Steps:
             check_interval=check_interval,
             times=times,
             seen=seen,
+            written=0 if self._parts is None else self._parts.written_steps,
         )
 
     def _receive_summaries(self, *, before: int) -> None:
@@ -594,6 +633,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
+            if summary.written and self._parts is not None and self.run.leads:
+                self._parts.confirm(summary.written)
             if self._watch is not None:
                 self._watch.check(summary.step, summary.sums)
 
@@ -642,6 +683,7 @@ class Steps:
                 step, path = files.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
+            self._steps_alike = 0
             try:
                 self.run.recorder.event(
                     "checkpoint",

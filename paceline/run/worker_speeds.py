@@ -7,7 +7,9 @@ in the step's summary, so all ranks know the same ones and decide alike (`ShareR
     boundary m + 2  decided; noted in the position: (m + LEAD, shares)
     step m + LEAD   begins with the new shares; no batch of it was yielded before the decision
 
-With equal shares some steps are measured once, and a line says how the ranks differ.
+With equal shares some steps are measured once, and a line says how the ranks differ. A run whose
+exchange is chosen by measurement may measure more of them, and then propose a server
+(`ServerProposal`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from paceline.data.shares import divide
 from paceline.errors import Message
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
+from paceline.run.autotune.server_proposal import LEAST_MS, ServerProposal
 from paceline.run.share_rule import ShareRule, shares_for
 from paceline.snapshots.position import Position
 
@@ -28,7 +31,6 @@ LEAD = 3  # steps from a measured one to the first that may have other shares, w
 UNTIMED = 3  # steps at the start of a generation, which are slower than others
 FIRST = 20  # the step where the measurement with equal shares begins
 COMPARED = 11  # the steps of that measurement
-LEAST_MS = 20.0  # of a step; in shorter ones the noise of a shared machine looks like a difference
 LEAST_DIFFERENCE = 0.1  # between two ranks' times a sample; a smaller one isn't reported
 
 
@@ -41,6 +43,7 @@ class WorkerSpeeds:
         measured: the shares follow the speeds; otherwise they are equal.
         usual_only: steps whose weight a script gives, or which accumulate several batches, show
             nothing of the speeds that shares follow.
+        proposal: proposes a server by the measured steps; None: nothing does.
 
     Attributes:
         measured: whether the shares follow the speeds.
@@ -55,11 +58,14 @@ class WorkerSpeeds:
         *,
         measured: bool,
         usual_only: bool = False,
+        proposal: ServerProposal | None = None,
     ) -> None:
         self._run = run
         self._position = position
         self.measured = measured
         self._usual_only = measured and usual_only
+        self._proposal = proposal
+        self._compared = False  # whether a window of steps with equal shares was compared
         self.batch_size = 0
         self._rule: ShareRule | None = None
         self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
@@ -77,7 +83,9 @@ class WorkerSpeeds:
         self.due: float = self._position.number + (UNTIMED if self.measured else FIRST)
         if size == 1 or not self._left:
             self.due = math.inf
-        self._rows.clear()
+        self._rows = []
+        if self._proposal is not None:
+            self._proposal.windows.clear()  # of another world
         self.interrupt()
 
     def interrupt(self) -> None:
@@ -134,18 +142,32 @@ class WorkerSpeeds:
         return divide(self.batch_size, [1] * len(summary.times))
 
     def _compare(self, summary: StepSummary) -> None:
-        """Report once which rank is slow, and what shares by measured speed would save."""
+        """Report once what windows of steps with equal shares show."""
         if not self._left:
             return  # a step that began before the last one was counted
         self._left -= 1
         if all(summary.times):
             self._rows.append(summary.times)
-        if len(self._rows) < COMPARED:
-            if not self._left:
-                self.due = math.inf
-            return
-        self.due = math.inf
-        self._left = 0
+        if len(self._rows) == COMPARED:
+            self._left = 2 * COMPARED if self._report(summary) else 0
+            self._rows = []
+        if not self._left:
+            self.due = math.inf
+
+    def _report(self, summary: StepSummary) -> bool:
+        """Report what a window of steps shows; return whether another one is to be measured."""
+        if not self._compared:
+            self._compared = True
+            self._report_difference(summary)
+        if self._proposal is None:
+            return False
+        again = self._proposal.add(self._rows)
+        if (sentence := self._proposal.sentence()) is not None:
+            self._say(sentence)
+        return again
+
+    def _report_difference(self, summary: StepSummary) -> None:
+        """Report which rank is slow, and what shares by measured speed would save."""
         present = self._equal(summary)
         each = _each([median(column) for column in zip(*self._rows, strict=True)], present)
         clear = self._differ_clearly(present)

@@ -121,6 +121,10 @@ class WorkersAddresses:
         """Return a worker's address."""
         return self._received[purpose][rank]
 
+    def check(self) -> None:
+        """Return if the workers still wait for this server; raises as `require_newest`."""
+        self._registered.require_newest(self._invitation)
+
 
 def serve(
     registered: RegisteredServer,

@@ -225,7 +225,7 @@ def _open_data(config: TrainConfig, session: Session, sources: Databases) -> _Da
     position = session.position
     decoding = Decoding(config, run, session.device, position.decode_device)
     session.resources.callback(decoding.close)
-    speeds = session.worker_speeds(measured=config.sync.measures_shares)
+    speeds = session.worker_speeds(config.sync)
     speeds.batch_size = config.global_batch
     remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")
     small = SmallSlices(run, position, remedies)

@@ -21,7 +21,6 @@ def connect_run(
     limits: tuple[float, float],
     membership: Membership | None = None,
     notes: Notes | None = None,
-    builder: Builder | None = None,
 ) -> Run:
     """Connect all ranks of a start's first generation; collective. The run connects later ones.
 
@@ -32,10 +31,9 @@ def connect_run(
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         membership: the run's; None: it ends with the first process that is lost.
         notes: shows what the user is to know; None: as `paceline train` does.
-        builder: has the generations' meshes; None: each rank has a replica of the whole model.
     """
     membership = membership or StaticMembership(store)
-    builder = builder or Builder()
+    builder = Builder()
     connector = Connector(device=device, limits=limits)
     return Run(
         context=connector.connect(group, membership, builder, first=True),

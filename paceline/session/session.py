@@ -35,8 +35,8 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import save_after, saved_sentence
 from paceline.cluster.supervision.worker import declare_survivable
 from paceline.config.run import OutputConfig
+from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
-from paceline.generation.builder import Builder
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
 from paceline.observe.event_file import EventFile
@@ -47,21 +47,23 @@ from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.recorder import MemberRecorder, Recorder, Recorders
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.connect import connect_run
 from paceline.session.resume.durable_start import DurableStart
 from paceline.session.resume.edits import GIVEN
-from paceline.session.resume.start import Start, find_start
+from paceline.session.resume.start import Start, find_start, own_part_name
 from paceline.session.training import Training
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.durable_files import DurableFiles
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.state.checkpoint_files import FOLDER, Checkpoints
+from paceline.state.checkpoint_parts import CheckpointParts, part_names
+from paceline.state.checkpoint_writer import CheckpointWriter, WrittenFiles
 from paceline.timeline.trace import Trace
 from paceline.wiring.average import average_weights
 from paceline.wiring.connections import refuse_divided
@@ -88,7 +90,6 @@ class Session:
         signals: requests to stop; where the run survives losses, they end it on all machines.
         notes: phrases and shows what the user is to know.
         resources: closes what the session opens, in reverse order of opening.
-        builder: has the mesh of each generation.
         run: the run, whose generation names the witness if there is one.
         start: where the run resumes; without the checkpoint from the first step on.
         position: the run's position, which each step advances.
@@ -109,7 +110,6 @@ class Session:
     signals: StopSignals
     notes: Notes
     resources: ExitStack
-    builder: Builder = field(default_factory=Builder)
     run: Run = field(init=False)
     start: Start = field(default_factory=Start, init=False)
     position: Position = field(default_factory=Position, init=False)
@@ -117,10 +117,12 @@ class Session:
     backup: SnapshotBackup | None = field(default=None, init=False)
     steps: Steps | None = field(default=None, init=False)
     total_steps: int | None = field(default=None, init=False)
+    _proposal: ServerProposal = field(default_factory=ServerProposal, init=False)
     _speed: SpeedRecorder = field(default_factory=SpeedRecorder, init=False)
     _losses: LossHistory = field(init=False)
     _replicas: Sequence[Replica] = field(default=(), init=False)
     _writer: CheckpointWriter | None = field(default=None, init=False)
+    _parts: CheckpointParts | None = field(default=None, init=False)
 
     def connect(self, group: Group, store: Store) -> None:
         """Connect this process with all others of its run; collective.
@@ -149,9 +151,7 @@ class Session:
             membership = watch_peers(
                 group, store, self.resources, options=self.silence, limit=limit, report=report
             )
-        run = connect_run(
-            group, store, self.device, self.timeouts, membership, self.notes, self.builder
-        )
+        run = connect_run(group, store, self.device, self.timeouts, membership, self.notes)
         self.run = self.resources.enter_context(run)
 
     def resume(self) -> None:
@@ -258,13 +258,17 @@ class Session:
                     self.run.note(note, shown=self.run.leads)
         return self._replicas
 
-    def worker_speeds(self, *, measured: bool, usual_only: bool = False) -> WorkerSpeeds:
-        """Make what measures the ranks' speeds; their shares follow them if they are `measured`.
-
-        Args:
-            usual_only: as of `WorkerSpeeds`.
-        """
-        return WorkerSpeeds(self.run, self.position, measured=measured, usual_only=usual_only)
+    def worker_speeds(self, config: SyncConfig) -> WorkerSpeeds:
+        """Make what measures the ranks' speeds, by which an exchange may divide the batches."""
+        return WorkerSpeeds(
+            self.run,
+            self.position,
+            measured=config.measures_shares,
+            # A script that didn't ask for measured shares isn't refused because it counts its
+            # samples itself, or accumulates over a short batch: its shares stay equal.
+            usual_only=config.shares != "measured",
+            proposal=self._proposal if config.sync == "auto" else None,
+        )
 
     def bind(
         self,
@@ -317,6 +321,7 @@ class Session:
             durable=self._durable_start(training),
             speeds=speeds if waits else None,
             first_step_checks=first_step_checks,
+            parts=self._parts,
         )
         return self.steps
 
@@ -346,7 +351,8 @@ class Session:
         """
         if self.folder is None or self.steps is None:
             return ""
-        first_here = self.run.context.world.local_rank == 0
+        context = self.run.context
+        first_here = context.mesh.divided or context.world.local_rank == 0
         return save_after(error, self.folder, self.steps.rescue, first_here=first_here)
 
     @property
@@ -401,17 +407,26 @@ class Session:
                 pair.share,
                 TrialSetting(folder=self.folder, steps=remaining),
                 buffers=pair.buffers,
+                proposal=self._proposal,
             )
         self.bound.callback(replica.close)  # also where an error or an interrupt follows
         return replica
 
     def _open_writer(self, folder: Path, constant: Mapping[str, Any]) -> CheckpointWriter:
-        files = None
+        files: WrittenFiles | None = None
         if self.backup is not None:
             files = DurableFiles(self.run.membership.frames, self.backup, folder)
         given = self.start.given.entries
+        context = self.run.context
+        keep = self.output.keep_checkpoints
+        part = own_part_name(context)
+        if part:
+            parts = part_names(context.mesh.lengths)
+            files = self._parts = CheckpointParts(folder / FOLDER, keep, parts, files)
+            keep = max(keep, 2)  # the newest may be one that another part lacks
+            constant = {**constant, "part": part}
         return CheckpointWriter(
-            Checkpoints(folder, self.output.keep_checkpoints),
+            Checkpoints(folder, keep, part),
             constant={"config": self.identity, **constant, GIVEN: given},
             membership=self.run.membership,
             files=files,

@@ -267,8 +267,8 @@ class CheckpointSchedule:
 
     @property
     def _writes(self) -> CheckpointWriter | None:
-        """The writer, while this process is the leader; else None."""
-        return self._writer if self._run.leads else None
+        """The writer, while this process is the first that has its part; else None."""
+        return self._writer if self._run.context.writes else None
 
     @property
     def _gathers(self) -> bool:
@@ -292,7 +292,7 @@ class CheckpointSchedule:
 
     def _request(self, number: int) -> Request:
         """Return rank 0's request after `number` steps; each is made once."""
-        if self._writes is None:
+        if self._writer is None or not self._run.leads:
             return Request.NOTHING
         now = self._clock()
         if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
@@ -366,7 +366,7 @@ class CheckpointSchedule:
                 self._publish_newest()
 
     def _publish_newest(self) -> None:
-        """Begin to write the newest committed snapshot, as rank 0."""
+        """Begin to write the newest committed snapshot, as a rank that writes."""
         borrowed = self._snapshots.borrow()
         if self._writes is None or borrowed is None:
             return

@@ -26,7 +26,7 @@ FORMAT = 1
 FOLDER = "checkpoints"
 BEST = "best.pt"
 EXCHANGE = "exchange"  # what ranks had besides, where the exchange has state of its own
-_NAME = re.compile(r"step-(\d+)\.pt")
+_NAME = re.compile(r"step-(\d+)(?:\.(\w[\w-]*))?\.pt")  # with the name of a part
 _NEEDED = ("paceline", "model", "optimizer", "position")
 
 
@@ -41,11 +41,13 @@ class Checkpoints:
     Args:
         run: the run's folder.
         keep: number of newest checkpoints to retain.
+        part: the name of the part of the model that the files have; "": they have all of it.
     """
 
-    def __init__(self, run: Path, keep: int) -> None:
+    def __init__(self, run: Path, keep: int, part: str = "") -> None:
         self.folder = run / FOLDER
         self._keep = keep
+        self._part = part
         self._lineage: set[Path] = set()
         self._began = False
         self._lock = threading.Lock()  # held while files are removed, or the lineage is replaced
@@ -73,8 +75,12 @@ class Checkpoints:
         return max(self._by_step(), default=None)
 
     def _by_step(self) -> dict[int, Path]:
-        found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+        found = [path for path in self.folder.glob("step-*.pt") if _part_of(path) == self._part]
         return {_step_of(path): path for path in found}
+
+    def parts(self) -> list[Path]:
+        """List the files of parts of the model."""
+        return sorted(path for path in self.folder.glob("step-*.pt") if _part_of(path))
 
     def write(
         self,
@@ -100,12 +106,13 @@ class Checkpoints:
         Raises:
             CheckpointError: the disk is full, or the folder can't be written.
         """
-        path = self.folder / f"step-{step:08}.pt"
+        ending = f".{self._part}.pt" if self._part else ".pt"
+        path = self.folder / f"step-{step:08}{ending}"
         lineage = self._lineage
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
-            first = self.folder / BEST if best else path
+            first = self.folder / f"{BEST.removesuffix('.pt')}{ending}" if best else path
             with atomic_file(first, require) as file:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
@@ -141,7 +148,13 @@ class Checkpoints:
 
 
 def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
+def _part_of(path: Path) -> str | None:
+    """Return the name of the part that a file has, "" for all of the model; None: no checkpoint."""
+    name = _NAME.fullmatch(path.name)
+    return None if name is None else name[2] or ""
 
 
 def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class _LeaseEnded(Exception):
 class CheckpointWriter:
     """Checkpoint writer: every member has one, and it writes while the member is rank 0.
 
+    Of a model in parts, the first rank of each part writes.
+
     Args:
         checkpoints: writes the checkpoint files.
         constant: further entries, which are the same in every file.

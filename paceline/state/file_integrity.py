@@ -90,11 +90,14 @@ def check_header(path: Path) -> Kind:
 def contents_id(path: Path) -> str:
     """Return a digest that files of the same contents share; of an archive by its checksums.
 
+    Args:
+        path: of a file of weights, or of the JSON index of one in parts.
+
     Raises:
         CheckpointError: it can't be read, is torn, or is of no format that holds weights.
     """
     digest = hashlib.sha256()
-    if check_header(path) == "torch":
+    if path.suffix != ".json" and check_header(path) == "torch":
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 # Read from the directory at the end, without

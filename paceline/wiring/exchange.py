@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
+from paceline.algorithms.served.bounded_staleness import slots_note
 from paceline.algorithms.served.served_optimizer import SERVED, ServedOptimizer
 from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
@@ -40,11 +42,12 @@ from paceline.replica.trained_parameters import (
 )
 from paceline.run.autotune.autotuner import Autotuner, TrialSetting
 from paceline.run.autotune.prediction import StepPredictor
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.server.found_servers import FoundServers, find_parameter_servers
-from paceline.update.batch_norm import BatchShare, RunningStatistics
+from paceline.update.batch_norm import BatchShare, RunningStatistics, SyncBatchNorm
 from paceline.update.divided_optimizer import require_divisible
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import make_updater
+from paceline.update.updater import ELEMENTWISE, is_bucketwise, make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
 from paceline.wiring.pairs import Pair
@@ -163,7 +166,8 @@ def _served(
     served = ServedOptimizer(optimizer, buckets)
     refuse_idle_servers(buckets, len(servers.names))
     staleness = config.versions_behind
-    context.summaries.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
+    if staleness != 0:
+        context.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
     with ExitStack() as undo:
         undo.callback(served.close)
         if staleness is None:
@@ -175,6 +179,8 @@ def _served(
                 topology=options.topology.served_by(*servers.names),
             )
             made = make_served(buckets, served, statistics, options, staleness=staleness)
+            if staleness and (note := slots_note(served.layout, staleness)) is not None:
+                groups.run.note(note, shown=groups.run.leads)
         undo.pop_all()
     return made
 
@@ -189,14 +195,7 @@ def _asynchronous(
     """Make the synchronizer of an asynchronous worker; each has a window with all servers."""
     context = options.context
     world = context.world
-    communicator = context.group("all", "steps")
-    barrier = "a barrier of asynchronous workers"
-
-    def mean(tensor: Tensor) -> Tensor:
-        # A rank that is elsewhere, after a `break` of its own say, is named instead of awaited.
-        require_same_call(communicator, barrier, "", barrier)
-        return total(communicator, tensor, barrier) / world.size
-
+    mean = partial(workers_mean, context.group("all", "steps"))
     made: DataParallel | None = None
     for worker in range(world.size):
         link = servers.link(context, options.purpose, worker)
@@ -210,6 +209,18 @@ def _asynchronous(
         made = make_served(buckets, optimizer, statistics, own, staleness=None, mean=mean)
     assert made is not None
     return made
+
+
+def workers_mean(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Return the mean of all workers' tensors, of float64; collective, so also a barrier.
+
+    Raises:
+        ConfigError: a rank is elsewhere, after a `break` of its own say; names it.
+        CommError: a peer was lost, or silent.
+    """
+    barrier = "a barrier of asynchronous workers"
+    require_same_call(communicator, barrier, "", barrier)
+    return total(communicator, tensor, barrier) / communicator.world_size
 
 
 def _remaining_servers(groups: ExchangeGroups) -> FoundServers:
@@ -366,6 +377,7 @@ def replicate(
     setting: TrialSetting | None = None,
     *,
     buffers: str = "broadcast",
+    proposal: ServerProposal | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -378,6 +390,7 @@ def replicate(
         setting: context of autotuning.
         buffers: "broadcast": each step ends with rank 0's buffers on all ranks; "local": they are
             each rank's own.
+        proposal: of a server, to a run that is without one; None: nothing is proposed.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged, or a server refuses the run.
@@ -401,7 +414,8 @@ def replicate(
         candidates = [_untried(candidates)]
     predictor: StepPredictor | None = None
     if len(candidates) > 1 and device.type == "cpu":
-        predictor = StepPredictor(candidates, model, run)
+        served = proposal if _may_be_stale(model, optimizer, trained, config) else None
+        predictor = StepPredictor(candidates, model, run, served)
     autotuner = Autotuner(candidates, run, setting or TrialSetting(), predictor)
     replica = Replica(
         model,
@@ -416,6 +430,15 @@ def replicate(
     if run.timeline.traced:
         replica.on_close(watch_passes(model, run.timeline))
     return replica
+
+
+def _may_be_stale(
+    model: nn.Module, optimizer: Optimizer, trained: TrainedParameters, config: SyncConfig
+) -> bool:
+    """Return whether servers could train a model with workers that are in different steps."""
+    synchronised = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    updated = type(optimizer) in ELEMENTWISE and is_bucketwise(optimizer)
+    return updated and not (synchronised or trained.row_sparse or config.put_options)
 
 
 def _broadcast(model: nn.Module, run: Run) -> BufferBroadcast:

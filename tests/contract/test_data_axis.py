@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_each_stage_sums_its_own_gradients_along_the_data_axis(
 
     def train(own: Communicator) -> list[Tensor]:
         world = world_of(machines, own.rank)
-        mesh = Mesh.of(world.generation, stage=2)
+        mesh = Mesh.of(replace(world.generation, stages=2))
         context = open_context(world, connections.connect, device=CPU, limits=LIMITS, mesh=mesh)
         with Run(context=context) as run:
             stage = context.along("stage").rank
@@ -186,7 +187,7 @@ def test_windows_along_stages_carry_puts_between_the_stages_of_one_replica(
 
     def run(own: Communicator) -> tuple[int, list[float]]:
         world = world_of(machines, own.rank)
-        mesh = Mesh.of(world.generation, stage=2)
+        mesh = Mesh.of(replace(world.generation, stages=2))
         context = open_context(world, connections.connect, device=CPU, limits=LIMITS, mesh=mesh)
         with context:
             if context.along("stage").rank:  # which opens another window before, in its own line

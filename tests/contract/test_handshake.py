@@ -123,6 +123,9 @@ class OnlyWorker:
     def find(self, purpose: str, rank: int) -> str:
         raise AssertionError(f"rank {rank} is looked for")
 
+    def check(self) -> None:
+        pass
+
 
 class ServerWorld:
     """A worker's window, to which an averaging server connects."""

@@ -12,6 +12,7 @@ import torch
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.run.worker_speeds import COMPARED, FIRST, LEAD, UNTIMED, WorkerSpeeds
 from paceline.snapshots.position import Position
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -49,6 +50,7 @@ class Rank:
         *,
         measured: bool = True,
         usual_only: bool = False,
+        proposal: ServerProposal | None = None,
     ) -> None:
         self.costs, self.rank = costs, communicator.rank
         self.position = position or Position()
@@ -60,6 +62,7 @@ class Rank:
             self.position,
             measured=measured,
             usual_only=usual_only,
+            proposal=proposal,
         )
         self.speeds.batch_size = ORDER.batch_size
 
@@ -210,6 +213,36 @@ def test_ranks_whose_speeds_only_vary_are_not_reported() -> None:
         return [event["slowest"], rank.recorder.notes]
 
     assert run_ranks(2, work) == [[None, []], [None, []]]
+
+
+@pytest.mark.parametrize(
+    ("slow", "port_ms", "said"),
+    [
+        ("in turn", 1.0, "exchange: workers take turns to be slow (the slowest of a step needs"),
+        ("in turn", None, None),  # what a server's port carries is unknown
+        ("in turn, once", 1.0, None),
+        ("always", 1.0, "workers differ in speed: rank 1"),
+        ("never", 1.0, None),
+    ],
+)
+def test_a_run_that_measures_its_exchange_says_once_what_would_gain(
+    slow: str, port_ms: float | None, said: str | None
+) -> None:
+    def work(communicator: Communicator) -> list[object]:
+        proposal = ServerProposal(port_ms=port_ms)
+        rank = Rank(communicator, (1.0, 1.0), measured=False, proposal=proposal)
+        for step in range(120):
+            turn = step // 2 % 2 if slow.startswith("in turn") else int(slow == "always")
+            if slow == "never" or (slow == "in turn, once" and step > FIRST + COMPARED):
+                turn = 2
+            rank.costs = tuple(3.0 if r == turn else 1.0 for r in range(2))
+            rank.train(1)
+        assert rank.speeds.due == float("inf")
+        return rank.recorder.notes
+
+    first, other = run_ranks(2, work)
+    assert other == []
+    assert [str(note).startswith(str(said)) for note in first] == [True] * (said is not None)
 
 
 def test_measured_shares_name_the_slow_rank() -> None:

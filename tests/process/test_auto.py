@@ -59,6 +59,15 @@ def test_a_run_chooses_by_its_first_steps_and_goes_on_with_that(tmp_path: Path) 
     end(again)
 
 
+def test_a_run_whose_workers_take_turns_to_be_slow_proposes_a_server(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    words = ("--model", "net:turns", "--batch_size", "24", "--epoch_size", "1440")
+    command = Command(*TRAIN, *words, "--num_epochs", "100000", folder=tmp_path)
+    line = command.line_with("take turns to be slow")
+    assert re.search(r": --sync server --staleness 2 would train about 1\.\d times as fast", line)
+    end(command)
+
+
 def end(command: Command) -> None:
     command.send(signal.SIGTERM)
     ended = command.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import signal
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,24 @@ def accuracy(model: torch.nn.Module, folder: Path) -> float:
             best = int(model(image.permute(2, 0, 1)[None]).argmax())
         right += classes[best] == path.parent.name
     return right / len(files)
+
+
+def test_a_pipeline_saves_the_whole_model_that_it_evaluates(tmp_path: Path) -> None:
+    size = ("--files", "3", "--width", "16", "--layers", "2", "--length", "64", "--batch", "64")
+    options = (*size, "--epochs", "1", "--save", "model.pt")
+    ended = run("paceline", str(EXAMPLES / "pipeline.py"), *options, folder=tmp_path, ranks=2)
+    assert ended.status == 0, ended.text
+    assert ended.text.count("Pin this choice with cuts=") == 1
+    (told,) = re.findall(r"^epoch 0: .* held out (\d+\.\d{4})$", ended.text, re.M)
+
+    example = runpy.run_path(str(EXAMPLES / "pipeline.py"))
+    model = example["transformer"](16, 2, 64)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    x, y = example["windows"](files[:1], 64).tensors
+    with torch.no_grad():
+        loss = example["loss_of"](model.eval()(x), y).item()
+    assert float(told) == pytest.approx(loss / math.log(2), abs=1e-3)
 
 
 def test_cifar10_has_sixty_lines() -> None:

@@ -288,3 +288,27 @@ def test_asynchronous_workers_that_count_their_samples_merge_after_a_break(tmp_p
     assert ended.status == 0, ended.text
     first, second = (load(tmp_path / f"end.{rank}.pt") for rank in range(2))
     assert distance(first, second) == 0
+
+
+@pytest.mark.parametrize(
+    ("sync", "rank", "step"),
+    [
+        ("server:staleness=async", 0, 3),
+        ("server:staleness=async", 1, 5),  # the first of an epoch, which a barrier begins
+        ("server:staleness=2", 1, 3),
+    ],
+)
+def test_a_break_on_one_rank_alone_is_a_sentence(
+    tmp_path: Path, sync: str, rank: int, step: int
+) -> None:
+    counted = "        steps += 1\n"
+    leaves = f"        if world.rank == {rank} and steps == {step}:\n            break\n"
+    (tmp_path / "script.py").write_text(SCRIPT.replace(counted, counted + leaves))
+    words = ("launch", "-n", "2", "--num_servers", "1", "--timeout", "20", "--", sys.executable)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = Command(*words, "script.py", sync, "end", folder=tmp_path, environment=environment)
+    ended = command.wait()
+    assert ended.status == 2, ended.text
+    assert "the begin of the loader's epoch" in ended.text
+    assert ": all ranks must make the same calls in the same order." in ended.text
+    assert "Traceback" not in ended.text

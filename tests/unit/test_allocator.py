@@ -1,10 +1,12 @@
-"""The allocator keeps what is freed: a step's memory isn't faulted in again."""
+"""The allocator keeps what is freed: a step's memory isn't faulted in again, and holes go back."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+
+from paceline.cluster.supervision.allocator import is_trim_due
 
 # glibc raises its own thresholds as it goes, at times enough: this holds them where they begin.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -34,6 +36,22 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 make_steps()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+HOLES = """
+import ctypes
+import torch
+from paceline.cluster.supervision.allocator import keep_freed_memory, return_freed_memory
+
+def resident():
+    return 4096 * int(open("/proc/self/statm").read().split()[1])
+
+keep_freed_memory()
+tensors = [torch.ones(1_000_000) for _ in range(20)]
+whole = resident()
+del tensors[::2]
+kept = resident()
+return_freed_memory()
+print(whole - kept, whole - resident())
+"""
 
 
 def faults(manner: str) -> int:
@@ -51,3 +69,17 @@ def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
     pages = 5 * 20 * 4_000_000 // 4096
     assert faults("keep") < pages // 10
     assert faults("give back") > pages // 2
+
+
+def test_holes_between_tensors_go_back_to_the_kernel_by_a_trim() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True
+    )
+    kept, trimmed = map(int, ended.stdout.split())
+    assert kept < 4_000_000
+    assert trimmed > 0.9 * 10 * 4_000_000
+
+
+def test_the_first_steps_are_trimmed_and_then_ever_fewer() -> None:
+    due = [step for step in range(1, 100) if is_trim_due(step)]
+    assert due == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64]

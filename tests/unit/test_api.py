@@ -15,7 +15,7 @@ from tests.harness.processes.worlds import run_of, world_of
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
     *("PacelineError", "PeerLost", "ReplicasDiffer", "World"),
-    *("join", "launch", "loader", "parallelize"),
+    *("join", "launch", "loader", "parallelize", "stages"),
     *("Average", "BMUF", "DiLoCo", "EASGD", "Mean", "OuterRule", "Server", "SparseLoCo"),
 ]
 SIGNATURES = {
@@ -27,6 +27,8 @@ SIGNATURES = {
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "
     "sync_bn=False, buffers='broadcast')",
+    "stages": "(model, world, *, loss, microbatches, cuts=None, schedule='1f1b', "
+    "blocks=None, example=None, checkpoint_activations=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
     "uneven='join', sampler=None, weights=None, batch_sampler=None)",

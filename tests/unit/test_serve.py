@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
@@ -27,9 +29,11 @@ from paceline.cluster.rendezvous.server_registration import (
     WantedServers,
     announce_servers,
     await_servers,
+    give_addresses,
     serve_command,
 )
 from paceline.cluster.stores.folder_store import FolderStore
+from paceline.comm.transport import bootstrap
 from paceline.config.average import AverageConfig
 from paceline.config.server import Server, parse_server
 from paceline.config.world import SyncConfig
@@ -227,6 +231,47 @@ def test_a_server_stops_waiting_for_workers_that_have_begun_another_generation(
     with closing(registered), pytest.raises(PeerLost, match="lost another worker"):
         serve(registered, present, limit=60.0, report=lambda line: None)
     assert registered.following(present) == newest
+
+
+@contextmanager
+def stopped_worker() -> Iterator[int]:
+    """Yield a port at which a process listens that is stopped: the kernel accepts, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def gone_worker() -> Iterator[int]:
+    """Yield a port at which no machine answers: the listener's queue is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("worker", [stopped_worker, gone_worker])
+def test_a_server_stops_dialing_a_worker_where_the_others_have_begun_another_generation(
+    worker: Callable[[], AbstractContextManager[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap, "_DIAL_S", 0.1)
+    store = FolderStore(str(tmp_path), "start", timedelta(seconds=60), make=True)
+    registration = Registration(
+        process=ProcessIdentity.of_this_process(), addresses=("127.0.0.1",), port=0
+    )
+    registered = RegisteredServer(store, registration)
+    present = invitation()
+    with closing(registered), worker() as port:
+        for number, where in enumerate(("", f"127.0.0.1 {port}")):  # local sockets, and TCP
+            give_addresses(store, registration, "window", number, 3 * [where])
+        newest = replace(present, purpose="another window")
+        store.set(f"server/{registration.id}/invitation", newest.to_text())
+        with pytest.raises(PeerLost, match="lost another worker while they connected"):
+            serve(registered, present, limit=15.0, report=lambda line: None)
 
 
 def test_a_server_refuses_another_model_and_another_version() -> None:

@@ -98,7 +98,7 @@ def test_a_rank_leads_by_the_steps_that_it_may(lead: int) -> None:
 
     def on_rank(communicator: Communicator) -> list[int]:
         summaries = StepSummaries(communicator)
-        summaries.allow_lead(lead)
+        summaries.allow_lead(lead, communicator)
         received: list[int] = []
         for step in range(6):
             if communicator.rank == 1:

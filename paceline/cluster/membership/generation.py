@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
@@ -77,6 +77,8 @@ class Generation(JsonRecord):
         witness: the nonce of the witness, which is one more acceptor of the vote on the next
             generation; "" without one.
         first_start: the `start` of the first generation of this start of the run; None in that one.
+        stages: the number of stages into which a replica of the model is divided.
+        tensor: the number of members among which each stage is divided.
     """
 
     number: int
@@ -87,6 +89,8 @@ class Generation(JsonRecord):
     start_token: str = ""
     witness: str = ""
     first_start: int | None = None
+    stages: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         places = [(member.machine, member.local_rank) for member in self.members]
@@ -140,6 +144,34 @@ class Generation(JsonRecord):
     def world_size(self) -> int:
         """The number of members."""
         return len(self.members)
+
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have a replica of the model together; a rank alone has a whole one.
+
+        Ranks are in the order stage, replica, tensor, of which the last changes first.
+        """
+        replicas = self.world_size // (self.stages * self.tensor)
+        index = rank // self.tensor % replicas
+        first = [(stage * replicas + index) * self.tensor for stage in range(self.stages)]
+        return tuple(start + at for start in first for at in range(self.tensor))
+
+    def holders_of_part(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the same part of the model as a rank, itself included."""
+        replicas = self.world_size // (self.stages * self.tensor)
+        stage = rank // (replicas * self.tensor)
+        first = stage * replicas * self.tensor + rank % self.tensor
+        return tuple(first + self.tensor * index for index in range(replicas))
+
+    def in_whole_replicas(self, members: Collection[Member]) -> list[Member]:
+        """Return those of some members whose replica of the model has all its members."""
+        if self.stages * self.tensor == 1:
+            return list(members)
+        ids = {member.id for member in members}
+        return [
+            member
+            for rank, member in enumerate(self.members)
+            if all(self.members[mate].id in ids for mate in self.replica_of(rank))
+        ]
 
     @property
     def workers_per_machine(self) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ class Change:
             evidence of it.
         detected_at: when the first suspicion or report came, by the monotonic clock.
         decided_at: when the outcome was known here.
+        mates: why members were lost that had a replica of the model with this one; () if none was.
     """
 
     generation: Generation
@@ -57,6 +58,7 @@ class Change:
     causes: tuple[str, ...]
     detected_at: float
     decided_at: float
+    mates: tuple[str, ...] = ()
 
 
 class GenerationWaits:
@@ -157,6 +159,15 @@ class GenerationWaits:
 
 def left_out(change: Change) -> OutsideWorld:
     """Return the error of a member that isn't in the next generation."""
+    if change.mates:
+        reasons = "; ".join(reason.rstrip(".") for reason in change.mates)
+        error = OutsideWorld(
+            f"{reasons}. This process had a replica of the model with it, and leaves the run; the "
+            "other replicas continue."
+        )
+        error.remedy = "The next start of the same command trains with all replicas."
+        error.expelled = error.others_continue = True
+        return error
     if change.silent:
         numbers = sorted({member.machine for member in change.generation.members})
         which = f"machine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
@@ -172,6 +183,14 @@ def left_out(change: Change) -> OutsideWorld:
     )
     error.remedy = "Check whether it was stopped, or its machine overloaded."
     error.expelled = error.others_continue = True
+    return error
+
+
+def without_replica(reasons: Sequence[str]) -> OutsideWorld:
+    """Return the error of all members where no replica of the model is whole any more."""
+    causes = "; ".join(reason.rstrip(".") for reason in reasons) or "A process was lost"
+    error = OutsideWorld(f"{causes}. With that, no replica of the model is whole any more.")
+    error.remedy = "Start the same command again: it resumes the run from its newest checkpoint."
     return error
 
 

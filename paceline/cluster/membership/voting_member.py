@@ -12,7 +12,7 @@ which the interrupt ends with an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -47,6 +47,7 @@ from paceline.cluster.membership.generation_waits import (
     OutsideWorld,
     left_out,
     without_quorum,
+    without_replica,
 )
 from paceline.cluster.membership.leases.write_lease import WriteLease
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
@@ -61,6 +62,7 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import is_quorum
 from paceline.cluster.membership.witness import Witness
+from paceline.cluster.print_message import print_message
 from paceline.comm.peer_activities import WaitLimit
 from paceline.errors import CommError, CommTimeout, Message, PeerLost, many
 
@@ -475,6 +477,12 @@ class VotingMember:
         elif not anew:
             return
         absent = self._watch.view.absent
+        present = [member for member in generation.members if member.id not in absent]
+        if present and not generation.in_whole_replicas(present):
+            error = without_replica([each.reason for each in self._watch.suspicions.values()])
+            if present[0].id == self._member.id:
+                print_message(str(error))  # the supervisor reports the first loss alone
+            return self._fail(error)
         first = next((one.id for one in generation.members if one.id not in absent), None)
         own = first == self._member.id
         if self._watch.suspicions:
@@ -537,6 +545,7 @@ class VotingMember:
             causes=tuple(self._watch.cause_of(member.id) for member in lost),
             detected_at=self._detected_at or now,
             decided_at=now,
+            mates=self._lost_mates(ended, lost),
         )
         self._detected_at = 0.0
         self._generation = value
@@ -555,6 +564,13 @@ class VotingMember:
         elif self._watch.suspicions:
             self._report_suspicions()
             self._begin_vote(anew=True)
+
+    def _lost_mates(self, ended: Generation, lost: Sequence[Member]) -> tuple[str, ...]:
+        """Return why members were lost with which this one had a replica of the model."""
+        own = next(r for r, one in enumerate(ended.members) if one.id == self._member.id)
+        mates = {ended.members[rank].id for rank in ended.replica_of(own)} - {self._member.id}
+        causes = (self._watch.cause_of(member.id) for member in lost if member.id in mates)
+        return tuple(cause for cause in causes if cause)
 
     def _give_up_without_quorum(self) -> None:
         """End the wait for a decision that can't come."""

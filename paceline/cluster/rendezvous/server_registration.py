@@ -261,15 +261,24 @@ class RegisteredServer:
                     lambda _: f"The workers sent no addresses in {timeout:g} s.",
                 )
             except CommTimeout:
-                newest = self.invitation()
-                if newest is not None and newest.purpose != invitation.purpose:
-                    raise PeerLost(
-                        "The workers lost another worker while they connected."
-                    ) from None
+                self.require_newest(invitation)
                 if left <= _LOOK_S:
                     raise
         texts: list[str] = json.loads(self._store.get(key))
         return texts
+
+    def require_newest(self, invitation: Invitation) -> None:
+        """Require that an invitation is the workers' newest.
+
+        Raises:
+            PeerLost: the workers lost another one before they had connected, and their next
+                generation has sent an invitation.
+        """
+        newest = None
+        with suppress(*STORE_ERRORS):  # without the store, the workers may still connect
+            newest = self.invitation()
+        if newest is not None and newest.purpose != invitation.purpose:
+            raise PeerLost("The workers lost another worker while they connected.")
 
     def rest(self) -> None:
         """Don't renew the lease until the next answer: the run may end and remove it."""

@@ -20,6 +20,8 @@ from paceline.comm.handshake import DialError, GreetingError, Handshakes, Identi
 from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 _LEAST_S = 0.1  # for a connection, even when the others have used up the limit
+_LOOK_S = 0.5  # of a wait for a greeting, before a look whether it is still needed
+_DIAL_S = 3.0  # likewise of a dial, which no machine answers that is gone
 
 
 class Addresses(Protocol):
@@ -30,6 +32,13 @@ class Addresses(Protocol):
 
     def find(self, purpose: str, rank: int) -> str:
         """Return the address of another rank for a purpose, once it is published."""
+
+    def check(self) -> None:
+        """Return if the ranks still connect by these addresses; called now and then in a wait.
+
+        Raises:
+            CommError: they don't.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,7 @@ def connect_all(
     Raises:
         PeerLost: a rank cannot be reached.
         CommTimeout: a rank did not connect in time.
+        CommError: as `Addresses.check`.
     """
     deadline = time.monotonic() + bootstrap.limit
     missing = {str(rank): rank for rank in bootstrap.ranks if rank != bootstrap.rank}
@@ -102,10 +112,14 @@ def connect_all(
                 _dial(bootstrap, handshakes, peer, addresses[peer], call, deadline)
             latest = max(deadline, time.monotonic() + _LEAST_S)
             while missing:
+                look = time.monotonic() + _LOOK_S
                 try:
-                    name, end = handshakes.next(latest)
+                    name, end = handshakes.next(min(look, latest))
                 except TimeoutError as error:
-                    raise _missing(bootstrap, list(missing.values())) from error
+                    if look >= latest:
+                        raise _missing(bootstrap, list(missing.values())) from error
+                    bootstrap.addresses.check()
+                    continue
                 except DialError as error:
                     peer = missing[error.peer]
                     raise _unreached(bootstrap, peer, addresses[peer], error.reason) from error
@@ -126,11 +140,17 @@ def _dial(
     call: Callable[[str, float], socket.socket],
     deadline: float,
 ) -> None:
-    try:
-        end = call(where, max(_LEAST_S, deadline - time.monotonic()))
-        handshakes.dial(end, str(peer))
-    except OSError as error:
-        raise _unreached(bootstrap, peer, where, error) from error
+    left = max(_LEAST_S, deadline - time.monotonic())
+    while True:
+        try:
+            end = call(where, min(_DIAL_S, left))
+            handshakes.dial(end, str(peer))
+            return
+        except OSError as error:
+            left = deadline - time.monotonic()
+            if left <= 0 or not isinstance(error, TimeoutError):
+                raise _unreached(bootstrap, peer, where, error) from error
+        bootstrap.addresses.check()  # each dial asks the machine anew, as TCP does in a longer one
 
 
 def receive(end: socket.socket, size: int, deadline: float) -> bytes:

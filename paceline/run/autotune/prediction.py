@@ -34,6 +34,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters, table_parameters
 from paceline.run.autotune.inexact import inexact_note
 from paceline.run.autotune.pass_times import PassTimes
+from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.run.autotune.step_schedule import Profile, seconds_by_urgency, seconds_in_order
 
 # The processor's work, a core of an AMD EPYC a rank.
@@ -68,6 +69,16 @@ class Traffic:
             seconds *= (machines - 1) / machines * ranks / (ranks - 1)
         return seconds
 
+    @property
+    def by_server(self) -> float:
+        """The seconds for which a byte of each rank's gradients occupies the port of one server.
+
+        A ring sends 2 (ranks - 1) / ranks bytes a byte through each port, and ranks send one each
+        to a server.
+        """
+        ranks = sum(self.workers_per_machine)
+        return self.seconds_per_byte * ranks**2 / (2 * (ranks - 1))
+
     def sent_share(self, table: Tensor, config: SyncConfig) -> float:
         """Return the share of a table's bytes that is sent by puts between machines.
 
@@ -89,6 +100,7 @@ class StepPredictor:
     Args:
         candidates: the exchanges.
         run: the run, whose ranks exchange.
+        proposal: of a server, which learns for how long bytes occupy its port; None: there is none.
 
     Attributes:
         note: after `predict`, on rank 0: what exchanges that aren't exact would gain; None: little.
@@ -99,7 +111,9 @@ class StepPredictor:
         candidates: Sequence[SyncConfig],
         model: nn.Module,
         run: Run,
+        proposal: ServerProposal | None = None,
     ) -> None:
+        self._proposal = proposal
         self._candidates = candidates
         self._model = model
         self._run = run
@@ -149,6 +163,8 @@ class StepPredictor:
         same = seen is not None and seen.fingerprint == replica.trained().fingerprint
         if same and profile is not None and seen is not None and profile.nbytes:
             seconds = [predicted_seconds(c, profile, seen, traffic) for c in self._candidates]
+            if self._proposal is not None and not profile.reduces:  # stale workers can't reduce
+                self._proposal.port_ms = 1000 * profile.nbytes * traffic.by_server
             if len(traffic.workers_per_machine) > 1:
                 self._note(seconds, profile, seen, traffic)
         self.restart()

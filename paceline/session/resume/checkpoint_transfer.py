@@ -19,36 +19,41 @@ from paceline.generation.run import Run
 from paceline.state.checkpoint_files import load_state, read_checkpoint
 
 PIECE = 16 * 2**20  # bytes that are sent at once
-_READ = b"\0"  # a rank's report, unless it is the sentence of an error
+# A rank's report, unless it is the sentence of an error, or b"": it lacks a file that it needs.
+_READ = b"\0"
+_HAS = b"\1"  # the file, which it doesn't need
+_NEEDS_NONE = b"\2"  # and lacks it
 
 
-def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
+def fetch_checkpoint(
+    run: Run, path: Path | None, size: int, *, needed: bool = True
+) -> dict[str, Any]:
     """Return the contents of a checkpoint on all ranks, in this machine's memory; collective.
 
     Args:
         run: connects the ranks.
         path: the file on this rank's machine; None if the machine lacks it.
         size: of the file, in bytes.
+        needed: whether this rank needs the contents; otherwise it gets none.
 
     Raises:
         CheckpointError: no rank can read the file; the sentence is that of the first one.
     """
     communicator = run.context.group("all", "steps")
     state = None
-    report = b""
-    if path is not None:
+    report = b"" if needed else _NEEDS_NONE if path is None else _HAS
+    if path is not None and needed:
         try:
             state = read_checkpoint(path)
             report = _READ
         except CheckpointError as error:
             report = str(error).encode()
     reports = gather_bytes(communicator, report, "the reading of a checkpoint")
-    if _READ not in reports:
-        raise CheckpointError(next(filter(None, reports)).decode())
-    source = reports.index(_READ)
-    if all(each == _READ for each in reports):
-        assert state is not None
-        return state
+    source = next((rank for rank, each in enumerate(reports) if each in (_READ, _HAS)), None)
+    if source is None:
+        raise CheckpointError(next(each for each in reports if each > _NEEDS_NONE).decode())
+    if all(each in (_READ, _HAS, _NEEDS_NONE) for each in reports):
+        return state or {}
     received = io.BytesIO()
     file = None if communicator.rank != source or path is None else path.open("rb")
     try:
@@ -58,10 +63,12 @@ def fetch_checkpoint(run: Run, path: Path | None, size: int) -> dict[str, Any]:
             if file is not None:
                 piece = torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8)
             communicator.all_reduce(piece).wait("the transfer of a checkpoint")
-            if state is None:
+            if state is None and needed:
                 received.write(piece.numpy().tobytes())
     finally:
         if file is not None:
             file.close()
     received.seek(0)
-    return load_state(received, str(path or "the checkpoint")) if state is None else state
+    if state is None and needed:
+        state = load_state(received, str(path or "the checkpoint"))
+    return state or {}

@@ -19,7 +19,6 @@ from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, many
 from paceline.generation.run import Run
 from paceline.run.recovery.durable_state import Restored
-from paceline.session.resume.checkpoint_transfer import fetch_checkpoint
 from paceline.session.resume.edits import GivenHyperparameters
 from paceline.session.resume.machine_folders import (
     candidate_of_step,
@@ -28,7 +27,7 @@ from paceline.session.resume.machine_folders import (
     look_into,
     record_group,
 )
-from paceline.session.resume.start import Start
+from paceline.session.resume.start import Start, fetch
 from paceline.session.training import Training
 from paceline.snapshots.position import Position
 
@@ -123,9 +122,7 @@ class DurableStart:
         found = candidate_of_step(records, group.generation)
         self._read_file = found is not None
         if found is not None:
-            path = found.paths.get(group.machine)
-            state = fetch_checkpoint(self._run, path, found.file.size)
-            return state, found.name
+            return fetch(self._run, found), found.name
         beginning = self._training.beginning
         if group.generation.start or beginning is None:
             steps = many(group.generation.start, "step")

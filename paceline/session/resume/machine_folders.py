@@ -10,7 +10,7 @@ contents, have one checkpoint; so have all those that share a folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals, read_totals
 from paceline.state.checkpoint_choice import CheckpointHeader, NumberedLineage, newest_valid
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
+from paceline.state.checkpoint_parts import CheckpointIndex
 from paceline.state.file_integrity import contents_id
 from paceline.state.run_folder import (
     next_generation,
@@ -43,6 +44,7 @@ class FoundFile:
         contents: identifies its contents.
         size: in bytes.
         step, number, lineage: as in its header; without meaning for another run's checkpoint.
+        part: the name of the part of the model that it has; "": all of it.
     """
 
     path: str
@@ -51,6 +53,7 @@ class FoundFile:
     step: int = 0
     number: int = 0
     lineage: tuple[Ancestor, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class FolderRecord(JsonRecord):
         number: the number that a first generation of a start would get there.
         count: the number of checkpoint files, usable or not.
         files: those of which this run may resume, by their headers.
+        indexes: of checkpoints in parts.
         origin: the file that `--resume` names, if it is there; one or none.
         known: the recorded lineages; one or none.
         notes: sentences on what is skipped.
@@ -78,6 +82,7 @@ class FolderRecord(JsonRecord):
     number: int
     count: int
     files: tuple[FoundFile, ...] = ()
+    indexes: tuple[CheckpointIndex, ...] = ()
     origin: tuple[FoundFile, ...] = ()
     known: tuple[NumberedLineage, ...] = ()
     notes: tuple[str, ...] = ()
@@ -93,12 +98,14 @@ class Candidate:
         file: the file, as the first machine that has it describes it.
         header: what decides about it; None for another run's.
         paths: the path of the file on each machine that has it.
+        parts: the files of the parts, by name, of which `file` is one; {}: it is no part.
     """
 
     name: str
     file: FoundFile
     header: CheckpointHeader | None = None
     paths: Mapping[int, Path] = field(default_factory=dict)
+    parts: Mapping[str, Candidate] = field(default_factory=dict)
 
 
 def first_of_machine(group: Group) -> bool:
@@ -132,7 +139,9 @@ def look_into(
     checkpoints = Checkpoints(folder, output.keep_checkpoints)
     if clean:
         checkpoints.clean()
-    paths = checkpoints.newest_first()
+    in_parts = "mesh" in identity
+    paths = checkpoints.parts() if in_parts else checkpoints.newest_first()
+    indexes = tuple(CheckpointIndex.of_folder(checkpoints.folder)) if in_parts else ()
     recorded = recorded_lineage(folder)
     notes: list[str] = []
     files = _files(paths, identity, notes)
@@ -140,8 +149,9 @@ def look_into(
     named = output.resume not in ("auto", "no") and origin.is_file()
     return FolderRecord(
         number=next_generation(folder),
-        count=len(paths),
+        count=len(indexes) if in_parts else len(paths),
         files=tuple(files),
+        indexes=indexes,
         origin=(_found(origin),) if named and not paths else (),
         known=()
         if recorded is None
@@ -189,7 +199,14 @@ def candidates(
         for header, each in headers.items()
         if header not in valid
     ]
-    return [headers[header] for header in valid], [*_notes(records, generation), *void]
+    whole = {each.file.step for each in found}
+    torn = [
+        f"step-{index.step:08}.json: a part of this checkpoint is missing or damaged."
+        for record in records.values()
+        for index in record.indexes
+        if index.step not in whole
+    ]
+    return [headers[header] for header in valid], [*_notes(records, generation), *void, *torn]
 
 
 def candidate_of_step(
@@ -226,7 +243,23 @@ def _candidates(records: Mapping[int, FolderRecord], generation: Generation) -> 
                 known = Candidate(name=name, file=file, header=header)
             paths = {**known.paths, machine: Path(file.path)}
             found[file.contents] = replace(known, paths=paths)
-    return list(found.values())
+    indexes = [index for record in records.values() for index in record.indexes]
+    whole = [each for each in found.values() if not each.file.part]
+    return [*whole, *(each for index in indexes for each in _joined(index, found.values()))]
+
+
+def _joined(index: CheckpointIndex, found: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield the checkpoint of an index, if all its parts are there."""
+    parts = {
+        each.file.part: each
+        for each in found
+        if each.file.step == index.step
+        and [one.id for one in each.file.lineage[-1:]] == [index.generation]
+    }
+    if all(part in parts for part in index.parts):
+        first = parts[index.parts[0]]
+        name = first.name.replace(f".{first.file.part}.pt", ".json")
+        yield replace(first, name=name, parts={part: parts[part] for part in index.parts})
 
 
 def known_lineages(records: Mapping[int, FolderRecord]) -> list[NumberedLineage]:
@@ -276,7 +309,13 @@ def _files(
         except CheckpointError as error:
             notes.append(str(error))
             continue
-        yield replace(_found(path), step=header.step, number=header.number, lineage=header.lineage)
+        yield replace(
+            _found(path),
+            step=header.step,
+            number=header.number,
+            lineage=header.lineage,
+            part=state.get("part", ""),
+        )
 
 
 def _found(path: Path) -> FoundFile:

@@ -24,6 +24,7 @@ from paceline.config.run import OutputConfig
 from paceline.config.world import SyncConfig
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
+from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.observe.csv_log import Totals
 from paceline.reduce.rank_state import BUCKET_MB, MISSED
@@ -45,6 +46,7 @@ from paceline.session.resume.machine_folders import (
 from paceline.snapshots.position import Position
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
+from paceline.state.checkpoint_parts import part_name
 
 _EARLIER_MB = 16.0  # bucket size by default of lossy exchanges whose checkpoints don't record it
 
@@ -289,7 +291,7 @@ def _choose(
     known = known_lineages(records)
     for candidate in found:
         try:
-            state = _fetch(run, candidate)
+            state = fetch(run, candidate)
         except CheckpointError as error:
             notes.append(str(error))
         else:
@@ -309,16 +311,28 @@ def _choose(
     if output.resume in ("auto", "no"):
         return Start(ancestors=ancestors)
     origin = _origin(output, group.generation.machine_of(0), records)
-    state = _fetch(run, origin)
+    state = fetch(run, origin)
     if GIVEN in state:  # another run's reset isn't this one's
         state[GIVEN] = {**state[GIVEN], RESET: False}
     start = _start(state, f"Starting from {output.resume}", output.resume, notes)
     return replace(start, ancestors=ancestors)
 
 
-def _fetch(run: Run, candidate: Candidate) -> dict[str, Any]:
-    path = candidate.paths.get(run.context.world.machine)
-    return fetch_checkpoint(run, path, candidate.file.size)
+def fetch(run: Run, candidate: Candidate) -> dict[str, Any]:
+    """Return a checkpoint's contents: of one in parts, those of this rank's part; collective."""
+    context = run.context
+    own = own_part_name(context)
+    state: dict[str, Any] = {}
+    for part, each in sorted(candidate.parts.items()) or [("", candidate)]:
+        path = each.paths.get(context.world.machine)
+        state |= fetch_checkpoint(run, path, each.file.size, needed=part == own)
+    return state
+
+
+def own_part_name(context: GenerationContext) -> str:
+    """Return the name of the part of the model that this rank has; "": it has all of it."""
+    places = (context.along(axis).rank for axis in ("stage", "tensor"))
+    return part_name(context.mesh.lengths, *places) if context.mesh.divided else ""
 
 
 def _origin(output: OutputConfig, first: int, records: Mapping[int, FolderRecord]) -> Candidate:

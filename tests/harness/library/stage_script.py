@@ -64,7 +64,9 @@ def main() -> None:
     """Train as one process of the world."""
     way, *deaths = sys.argv[1:]
     folder = Path("runs", "stages")
-    with paceline.join(folder, seed=SEED, timeout=30, mesh={"stage": STAGES}) as world:
+    stages = [int(word.removeprefix("stages=")) for word in deaths if word.startswith("stages=")]
+    mesh = {"stage": (stages or [STAGES])[0]}
+    with paceline.join(folder, seed=SEED, timeout=30, mesh=mesh, checkpoint_steps=2) as world:
         member = world.rank
         stage = world.coordinate("stage")
         model = part(stage)

@@ -24,3 +24,6 @@ class StoredAddresses:
     def find(self, purpose: str, rank: int) -> str:
         """Return another rank's address, once it is there; within the store's timeout."""
         return self.store.get(f"{purpose}/{rank}").decode()
+
+    def check(self) -> None:
+        """Return: the ranks connect until the limit."""

@@ -107,7 +107,8 @@ def free_value(
 ) -> Generation | None:
     """Return what to propose where no acceptor has accepted anything.
 
-    It contains every member whose machine has promised and that isn't suspected, leavers excepted.
+    It contains every member whose machine has promised and that isn't suspected, leavers excepted,
+    and members whose replica of the model isn't whole any more: these leave, too.
     It continues from the newest snapshot that they all hold and of which every part is held by one
     of them, or one needs no other part. Where there is none, or a newer durable one, it continues
     from the newest durable state that one of them can read (`Generation.start_token` is "").
@@ -130,6 +131,7 @@ def free_value(
         for member in generation.members
         if machine_name(member.machine) in promises and member.id not in view.absent
     ]
+    present = generation.in_whole_replicas(present)
     if not present:
         return None
     start = _start(generation, promises, present)
