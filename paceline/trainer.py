@@ -73,6 +73,7 @@ class Trainer:
             learning_rate=rate,
             wait_input=waiting,
             staleness=staleness,
+            straggler=self.steps.straggler,
             samples=trained.samples,
             loss=trained.loss,
             accuracy=trained.accuracy,

@@ -238,8 +238,9 @@ class SyncConfig:
     staleness: str = "0"
     """With --sync server, by how many steps the parameters that a worker reads may be behind. 0:
     synchronous, equal to one process. K > 0: a worker that is faster for a while leads the slowest
-    one by up to K steps and doesn't wait; the result depends on the workers' speeds. async: each
-    worker's gradients are an update of their own, in the order in which they arrive."""
+    one by up to K steps and doesn't wait; the result depends on the workers' speeds. Workers and
+    servers hold K + 1 versions of what they receive in memory. async: each worker's gradients are
+    an update of their own, in the order in which they arrive."""
 
     staleness_lr: StalenessRate = "given"
     """With --staleness async, the learning rate of an update by gradients that are s > 1 updates

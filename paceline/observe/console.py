@@ -49,7 +49,8 @@ class Console(NullRecorder):
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data), wait_input (share of the time that steps waited for batches),
-            staleness (how often parameters were read that were 0, 1, … versions behind).
+            staleness (how often parameters were read that were 0, 1, … versions behind),
+            straggler (rank, seconds, share: what `run/straggler.py` has found, or None).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
         end: best (the best test accuracy, or None), best_epoch, weights (paths of the files).
@@ -187,6 +188,7 @@ class Console(NullRecorder):
             *_score_parts(fields, self._labels),
         ]
         parts += _input_part(fields.get("wait_input", 0.0))
+        parts += _straggler_part(fields.get("straggler"))
         parts += _staleness_part(fields.get("staleness", ()))
         if (skipped := self._per_epoch - fields["samples"]) > 0:  # of all ranks
             parts.append(f"{many(skipped, 'bad record')} skipped")
@@ -224,6 +226,14 @@ def _staleness_part(counts: Sequence[int]) -> list[str]:
     reads = sum(counts)
     shares = [f"{behind}: {count / reads:.0%}" for behind, count in enumerate(counts) if count]
     return [f"staleness {', '.join(shares)}"] if shares else []
+
+
+def _straggler_part(straggler: tuple[int, float, float] | None) -> list[str]:
+    """Show which rank held others back, if one did."""
+    if straggler is None:
+        return []
+    rank, seconds, share = straggler
+    return [f"rank {rank} held others back for {seconds:.3g} s ({share:.0%})"]
 
 
 class MachineConsole(NullRecorder):

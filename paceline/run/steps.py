@@ -40,6 +40,7 @@ from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import Recovery
+from paceline.run.straggler import OwnTimes, Straggler
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
@@ -96,6 +97,7 @@ class Steps:
     Attributes:
         position: the run's position.
         recovery: goes back and enters the next generation where a peer is lost.
+        straggler: of the last epoch, where parameters may be behind; None: there was none.
     """
 
     def __init__(
@@ -146,6 +148,8 @@ class Steps:
             steps=self,
         )
         self._account = ChangeAccount(run.timeline)
+        self._own_times = OwnTimes(run)
+        self.straggler: Straggler | None = None
         self.recovery = Recovery(
             replica,
             run,
@@ -164,6 +168,7 @@ class Steps:
 
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
+        self._own_times.begin_generation()
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
         self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
@@ -261,6 +266,7 @@ class Steps:
         number = batch.number
         self._began = self.run.timeline.now()
         if not further:
+            self._own_times.begin_step()
             self._record_replay(number)
         self._batch = batch
         self._further = further
@@ -350,6 +356,9 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
+        if self._stale:  # before the waits that follow
+            measured = self.speeds is not None and self.speeds.measured
+            self.straggler = self._own_times.end_epoch(measured=measured)
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
             self._replica.synchronize()
@@ -367,7 +376,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         context = self.run.context
-        if self._replica.equal_between_steps or context.summaries.alone:
+        if not self._stale:
             return []
         counts = torch.zeros(_MOST_BEHIND + 1, dtype=torch.int64)
         for behind, count in self._replica.stale_reads.items():
@@ -376,6 +385,13 @@ class Steps:
         summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
         last = max(summed.nonzero().flatten().tolist(), default=-1)
         return [int(count) for count in summed[: last + 1].tolist()]
+
+    @property
+    def _stale(self) -> bool:
+        """Whether ranks read parameters that may be behind those of other ranks."""
+        replica = self._replica
+        between = replica.equal_between_steps or replica.rounds is not None
+        return not (between or self.run.context.summaries.alone)
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.

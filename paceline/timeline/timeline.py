@@ -24,10 +24,11 @@ from paceline.timeline.recorder_buffer import Span, TracedPut
 WAIT_FOR_INPUT = "wait for input"
 WAIT_FOR_LAYERS = "wait for layers"
 WAIT_FOR_SUMMARY = "wait for summary"
+WAIT_AT_BARRIER = "wait at barrier"
 READS = "reads"  # count of buckets whose version may be behind
 BEHIND = "versions behind"  # the sum over these
 SETTLE = "settle"  # between steps; it has waits
-_FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_SUMMARY)
+_FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_SUMMARY, WAIT_AT_BARRIER)
 _APART = frozenset(("wait", "send", "update", "snapshot", "check"))  # from the span around them
 _AROUND = frozenset(("boundary", "train"))
 _SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT, SETTLE)

@@ -16,6 +16,7 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.method import BucketPlan, Method
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.open_exchange import PutOptions
+from paceline.algorithms.served.bounded_staleness import slots_note
 from paceline.algorithms.served.served_optimizer import SERVED, ServedOptimizer
 from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
@@ -178,6 +179,8 @@ def _served(
                 topology=options.topology.served_by(*servers.names),
             )
             made = make_served(buckets, served, statistics, options, staleness=staleness)
+            if staleness and (note := slots_note(served.layout, staleness)) is not None:
+                groups.run.note(note, shown=groups.run.leads)
         undo.pop_all()
     return made
 

@@ -73,3 +73,23 @@ def test_two_workers_of_which_one_has_the_part_of_a_third_merge_as_three_do() ->
 def test_unmerged_changes_of_which_no_rank_has_the_part_are_an_error() -> None:
     with pytest.raises(RankStateError, match="a lost worker, whose latest changes weren't merged"):
         merged_by_two(divided(), handed_over=False)
+
+
+def test_workers_get_their_own_weights_back_where_all_was_merged() -> None:
+    elastic = Task(average=Average(every=2, outer="easgd"), cuts=cuts(4, 2))
+
+    def train(worker: Worker, _: Communicator) -> tuple[Divided, State]:
+        worker.train(range(2))
+        return copy_state(divide_state(worker.replica.rounds)), worker.own()
+
+    def restore(worker: Worker, communicator: Communicator) -> State:
+        (own, local, shared), _ = trained[worker.rank]
+        restore_divided(worker.replica.rounds, [own], local, shared, communicator)
+        return worker.own()
+
+    trained = on_ranks(elastic, train)
+    (one, first), (_, second) = trained
+    assert not one[0][UNMERGED]
+    assert difference(first, second) > 1e-3  # which elastic averaging leaves
+    for restored, (_, own) in zip(on_ranks(elastic, restore), trained, strict=True):
+        assert difference(restored, own) == 0

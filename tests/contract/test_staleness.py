@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.algorithms.served.bounded_staleness import slots_note
 from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator, require_same_call
 from paceline.errors import ConfigError
+from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
+from paceline.timeline.timeline import Timeline
 from paceline.wiring.exchange import workers_mean
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.exchange_state import Rank
@@ -151,6 +154,52 @@ def test_a_barrier_of_asynchronous_workers_names_a_rank_that_is_elsewhere() -> N
             "world.total() was called on rank 1 and a barrier of asynchronous workers" in text
         )
         assert text.endswith("all ranks must make the same calls in the same order.")
+
+
+def test_a_wait_at_a_barrier_of_asynchronous_workers_is_no_time_of_their_own() -> None:
+    seconds = 0
+
+    def late(tensor: Tensor) -> Tensor:
+        nonlocal seconds
+        seconds += 5
+        return tensor
+
+    timeline = Timeline(lambda: seconds * 10**9)
+    served = Served(1, staleness=None, mean=late, timeline=timeline)
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, served, None)
+        rank.train(0)
+        rank.replica._binding.synchronizer.settle(Weights.MERGED)
+        rank.train(1)
+        rank.close()
+
+    run_ranks(1, work)
+    assert timeline.now() == 10  # two barriers: before the pull, and before the next push
+    assert timeline.own_seconds() == 0
+
+
+def layout_of(staleness: int, values: int) -> Layout:
+    """Lay out float32 parameters in two buckets for two machines and a server."""
+    lengths = (values // 2,)
+    spec = BucketSpec(
+        lengths=lengths, dtype=torch.float32, returns_parameters=True, slots=staleness + 1
+    )
+    return lay_out([spec, spec], Topology.of([1, 1]).served_by("it"))
+
+
+def test_a_large_staleness_says_what_its_memory_takes() -> None:
+    # A worker has the parameters of each version; a server also both workers' contributions.
+    assert str(slots_note(layout_of(8, 2**24), 8)) == (
+        "--staleness 8 holds 9 versions of what workers and servers receive, for parameters of "
+        "64.0 MiB: 576.3 MiB in each worker and 1,728.8 MiB in each server; a smaller --staleness "
+        "takes less."
+    )
+
+
+@pytest.mark.parametrize(("staleness", "values"), [(3, 2**24), (8, 2**18)])
+def test_a_small_staleness_or_model_has_no_line_on_memory(staleness: int, values: int) -> None:
+    assert slots_note(layout_of(staleness, values), staleness) is None
 
 
 def test_a_step_without_an_update_leaves_the_parameters() -> None:

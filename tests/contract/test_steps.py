@@ -20,6 +20,7 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError, PeerLost
 from paceline.recorder import MemberRecorder, NullRecorder
 from paceline.run.steps import Steps, Stop
+from paceline.run.straggler import Straggler
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
@@ -32,6 +33,7 @@ from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.equivalence.served_synchronizers import Served
 from tests.harness.equivalence.steps_by_hand import run_step
 from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.worlds import run_of
@@ -66,7 +68,8 @@ class Rank:
             optimizer=self.bench.optimizer,
             local_buffers=options.get("local_buffers", False),
         )
-        run, cpu = run_of(communicator, recorder=self.recorder), torch.device("cpu")
+        timeline = options.get("timeline")
+        run, cpu = run_of(communicator, None, self.recorder, timeline=timeline), torch.device("cpu")
         snapshots = StepSnapshots(
             run,
             self.bench.replica,
@@ -452,3 +455,46 @@ def test_gradients_that_add_up_over_steps_are_refused_where_files_are_written(
     expected = zeroed in ("never", "every other step")
     for text in run_ranks(2, work):
         assert ("a backward in step 1 added to gradients of an earlier step" in text) is expected
+
+
+class Computing:
+    """Clock that passes by what its rank computes alone: no wait takes any time."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = 0
+
+    def __call__(self) -> int:
+        return self.nanoseconds
+
+
+HELD = (
+    "rank 1 on machine 0 (a) held the others back for 8 s, 67% of the epoch; staleness hides "
+    "unsteady speeds only: --shares measured gives it fewer samples."
+)
+
+
+@pytest.mark.parametrize("staleness", [2, None], ids=["bounded", "asynchronous"])
+def test_an_epoch_of_stale_workers_names_the_rank_that_held_the_others_back(
+    staleness: int | None, tmp_path: Path
+) -> None:
+    served = Served(1, staleness=staleness)
+
+    def train(communicator: Communicator) -> list[Straggler | None]:
+        clock = Computing()
+        rank = Rank(communicator, tmp_path, kind=served, snapshots=False, timeline=Timeline(clock))
+        steps = rank.steps
+        steps.run.context.allow_lead(2)
+        found = []
+        for seconds in ((1, 3), (1, 3), (2, 2)):  # by epoch: of a step, of each rank
+            for number in range(steps.position.number, steps.position.number + ORDER.steps):
+                rank.train(number)
+                clock.nanoseconds += seconds[communicator.rank] * 10**9
+            steps.end_steps()
+            found.append(steps.straggler)
+        notes = [fields["text"] for name, fields in rank.recorder.lines if name == "note"]
+        assert notes == [HELD]  # once
+        rank.bench.replica.close()
+        return found
+
+    for found in run_ranks(2, train):
+        assert found == [Straggler(1, 8.0, 8 / 12), Straggler(1, 8.0, 8 / 12), None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from tests.harness.library.stage_script import (
     part,
     trained_alone,
 )
+from tests.harness.network.ports import free_port
+from tests.harness.processes.command import Command, Result
 from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
 from tests.harness.processes.launcher_commands import run
+from tests.harness.processes.python_program import ROOT
 
 SCRIPT = ("-m", "tests.harness.library.stage_script")
 SAMPLES = 50
@@ -114,3 +118,38 @@ def test_a_run_without_a_whole_replica_stops_and_the_same_command_resumes_it(
     assert resumed.status == 0, resumed.text
     require_trained(tmp_path, 1)
     require_exact(tmp_path)
+
+
+def start_machines(folder: Path, numbers: tuple[int, int], *words: str) -> list[Result]:
+    """Train on two machines of a process each, which have folders of their own."""
+    place = ("--num_shards", "2", "--run_id", "r", "--master", f"127.0.0.1:{free_port()}")
+    machines = []
+    for number, own in enumerate(numbers):
+        (folder / f"machine{own}").mkdir(exist_ok=True)
+        start = ("launch", "-n", "1", *place, "--shard_id", str(number), "--", sys.executable)
+        environment = {"PYTHONPATH": str(ROOT)}
+        machines.append(
+            Command(
+                *start, *SCRIPT, *words, folder=folder / f"machine{own}", environment=environment
+            )
+        )
+    return [machine.wait() for machine in machines]
+
+
+def test_parts_on_the_disks_of_two_machines_are_found_where_their_stages_change_places(
+    tmp_path: Path,
+) -> None:
+    killed = start_machines(tmp_path, (0, 1), "sharded", "0:1:3:0", "0:1:3:1")
+    assert all(machine.status for machine in killed), killed
+    folders = [tmp_path / f"machine{n}" / "runs" / "stages" / "checkpoints" for n in (0, 1)]
+    for stage, folder in enumerate(folders):
+        assert {path.name.partition(".")[2] for path in folder.glob("step-*.pt")} == {
+            f"stage{stage}of2.pt"
+        }
+    assert not list(folders[1].glob("step-*.json"))
+    resumed = start_machines(tmp_path, (1, 0), "sharded")
+    assert [machine.status for machine in resumed] == [0, 0], resumed
+    assert "Resuming from runs/stages/checkpoints/step-" in resumed[0].text
+    for stage, own in enumerate((1, 0)):
+        (path,) = (tmp_path / f"machine{own}").glob(f"weights.{stage}.*.pt")
+        assert distance(load(path), trained_alone(stage)) < EXACT

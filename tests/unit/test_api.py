@@ -21,8 +21,9 @@ NAMES = [
 SIGNATURES = {
     "join": "(run=None, *, resume='auto', reset_optimizer=False, checkpoint_steps=0, "
     "checkpoint_minutes=5.0, "
-    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, replica_check=True, "
-    "trace_steps='', tracker='', seed=0, device=None, first_iter_timeout=None, timeout=None, "
+    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, snapshot_copies='auto', "
+    "replica_check=True, trace_steps='', tracker='', seed=0, device=None, "
+    "first_iter_timeout=None, timeout=None, "
     "peer_timeout=10.0, idle_timeout=None, default_group=False, mesh=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "

@@ -358,3 +358,11 @@ def test_the_staleness_of_reads_is_a_mean_in_progress_and_a_histogram_in_an_epoc
     progress, epoch = file.getvalue().splitlines()[-2:]
     assert progress.endswith("lr 0.1, staleness 1.2")
     assert ", staleness 0: 60%, 1: 30%, 2: 10%, lr 0.1" in epoch
+
+
+def test_an_epochs_line_names_the_rank_that_held_others_back() -> None:
+    file = io.StringIO()
+    console = Console(file, terminal=False)
+    console.event("run", **RUN)
+    console.event("epoch", test_accuracy=None, straggler=(2, 12.34, 0.18), **EPOCH)
+    assert ", rank 2 held others back for 12.3 s (18%), lr 0.1" in file.getvalue()

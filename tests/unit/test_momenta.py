@@ -100,6 +100,7 @@ def test_zeros_make_no_state_and_values_do() -> None:
     exp_avg.write(flat)
     (only,) = optimizer.state.values()
     assert set(only) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(only["step"], torch.tensor(1.0))  # as after one update
     assert (only["exp_avg"] == 2).all()
     assert (only["exp_avg_sq"] == 0).all()
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.reduce.put_engine.layout import CONTRIBUTION, PREAMBLE, SUM
-from paceline.reduce.put_engine.zero_suppression import BLOCK_BYTES, RETURNED, ZeroSuppression
+from paceline.reduce.put_engine.zero_suppression import (
+    _PROBES,
+    BLOCK_BYTES,
+    RETURNED,
+    ZeroSuppression,
+)
 from paceline.replica.trained_parameters import table_parameters
 
 
@@ -60,6 +65,13 @@ def test_blocks_of_zeros_are_left_out() -> None:
     data[[3, 500]] = 1
     (payload,) = ZeroSuppression(1).suppress(0, [data.flatten()])
     assert len(payload) == PREAMBLE + 2 * (BLOCK_BYTES + 4)
+
+
+def test_blocks_travel_as_they_are_where_only_those_looked_at_first_are_zeros() -> None:
+    data = torch.ones(100 * _PROBES, BLOCK_BYTES, dtype=torch.uint8)
+    data[::100] = 0
+    preamble, whole = ZeroSuppression(1).suppress(0, [data.flatten()])
+    assert (len(preamble), whole.nbytes) == (PREAMBLE, data.nbytes)
 
 
 def test_negative_zeros_travel() -> None:

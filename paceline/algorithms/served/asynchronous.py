@@ -27,7 +27,7 @@ from paceline.comm.peer_activities import Startup
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
-from paceline.timeline.timeline import Timeline
+from paceline.timeline.timeline import WAIT_AT_BARRIER, Timeline
 from paceline.update.batch_norm import RunningStatistics
 
 WorkersMean = Callable[[Tensor], Tensor]
@@ -70,7 +70,7 @@ class Asynchronous(WithoutSums):
         """Start a step: its gradients are the mean over this worker's samples."""
         if self._pulled and self._mean is not None:
             self._pulled = False
-            self._mean(torch.zeros(1, dtype=torch.float64))
+            self._mean_of(torch.zeros(1, dtype=torch.float64))
         super().begin(step._replace(weight=1.0 if step.weight else 0.0))
 
     def settle(self, weights: Weights = Weights.OWN) -> None:
@@ -93,7 +93,13 @@ class Asynchronous(WithoutSums):
         statistics = self._own_statistics
         statistics.pack()
         flat = statistics.flat
-        mean = self._mean(torch.zeros(1, dtype=torch.float64) if flat is None else flat.double())
+        own = torch.zeros(1, dtype=torch.float64) if flat is None else flat.double()
+        mean = self._mean_of(own)
         if flat is not None:
             statistics.replace(mean.to(flat.dtype))
         self._pulled = True
+
+    def _mean_of(self, tensor: Tensor) -> Tensor:
+        assert self._mean is not None
+        with self._timeline.span(WAIT_AT_BARRIER):
+            return self._mean(tensor)

@@ -21,14 +21,41 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.algorithms.data_parallel import UpdateRule
+from paceline.algorithms.served.records import served_buckets
 from paceline.algorithms.served.without_sums import WithoutSums
 from paceline.algorithms.synchronizer import STATISTICS, StepInfo, Weights
 from paceline.comm.peer_activities import Startup
+from paceline.errors import Message
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Layout
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
 from paceline.timeline.timeline import BEHIND, READS, Timeline
 from paceline.update.batch_norm import RunningStatistics
+
+_NOTED = 4  # versions: their slots take more than four times the memory of the parameters
+_LARGE = 2**26  # bytes in a server; fewer aren't worth a line
+
+
+def slots_note(layout: Layout, staleness: int) -> Message | None:
+    """Return a sentence on the memory of all slots where it is large; else None.
+
+    Args:
+        layout: of the window of workers and servers.
+    """
+    weights = sum(b.numel * b.spec.dtype.itemsize for b in served_buckets(layout))
+    if staleness < _NOTED or layout.server_size < _LARGE:
+        return None
+    return Message(
+        "{--staleness} {} holds {} versions of what workers and servers receive, for parameters of "
+        "{:,.1f} MiB: {:,.1f} MiB in each worker and {:,.1f} MiB in each server; a smaller "
+        "{--staleness} takes less.",
+        staleness,
+        staleness + 1,
+        weights / 2**20,
+        layout.size / 2**20,
+        layout.server_size / 2**20,
+    )
 
 
 class BoundedStaleness(WithoutSums):

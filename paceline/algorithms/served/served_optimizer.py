@@ -27,6 +27,7 @@ from paceline.algorithms.served.records import (
 )
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Layout
 from paceline.reduce.put_engine.messages import Messages
 from paceline.reduce.rank_state import Ranges, append_ranges
 from paceline.update.divided_optimizer import DividedOptimizer, Division, cut_state, flat_of
@@ -74,6 +75,11 @@ class ServedOptimizer(DividedOptimizer):
         """
         self._messages = messages
         self.divide_state()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the window over which it is connected."""
+        return self._connected.layout
 
     @property
     def is_first(self) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.open_exchange import PutOptions
+from paceline.algorithms.served.asynchronous import WorkersMean
 from paceline.algorithms.served.parameter_server import ParameterServer
 from paceline.algorithms.served.served_optimizer import ServedOptimizer
 from paceline.algorithms.served.synchronizer import make_served
@@ -22,6 +23,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import FLAGS, Layout, Topology
+from paceline.timeline.timeline import Timeline
 from paceline.update.owned_shards import OwnedShards
 from tests.harness.twins.faulty_window import Faults, FaultyWindow
 from tests.harness.twins.invited_threads import InvitedThreads
@@ -47,6 +49,8 @@ class Served:
         tcp: all connect by TCP; they aren't asynchronous.
         mortals: the members, by "worker" or "server" and number, which count their puts. They don't
             connect by TCP.
+        mean: as of `Asynchronous`.
+        timeline: of all workers; by default each has its own.
 
     Attributes:
         errors: what ended servers.
@@ -68,7 +72,11 @@ class Served:
         scales_rate: bool = False,
         tcp: bool = False,
         mortals: Mapping[tuple[str, int], Mortal] | None = None,
+        mean: WorkersMean | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._mean = mean
+        self._timeline = timeline
         self._servers = servers
         self._late = late
         self._machines = machines
@@ -119,8 +127,10 @@ class Served:
             purpose="gradients",
             servers=InvitedThreads(self._servers, start),
             topology=Topology.of(machines).served_by(*names),
+            timeline=self._timeline or Timeline(),
         )
-        return make_served(buckets, *parts, options, staleness=self._staleness)
+        staleness = self._staleness
+        return make_served(buckets, *parts, options, staleness=staleness, mean=self._mean)
 
     def join(self) -> None:
         """Wait for the servers' ends; raise what ended one."""

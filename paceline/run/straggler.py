@@ -1,0 +1,113 @@
+"""The straggler of an epoch, where ranks may be in different steps: the rank that held others back.
+
+A rank's own time of an epoch is that of its steps without waits for other ranks. The others have
+waited for the slowest one, in all, for the difference of the own times:
+
+    held back = the slowest rank's own time - the median of the others'
+
+A rank that is slow now and then holds others back by little: they have trained on meanwhile, as far
+as staleness allows, and are slow at other times themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.communicator import total
+from paceline.errors import Message
+from paceline.generation.run import Run
+
+LEAST_SHARE = 0.05  # of an epoch; who holds others back by less isn't named
+
+
+class Straggler(NamedTuple):
+    """A rank that held others back.
+
+    Attributes:
+        rank: the rank.
+        seconds: for which half of the others, or more, waited for it.
+        share: of the epoch's time.
+    """
+
+    rank: int
+    seconds: float
+    share: float
+
+
+def straggler_of(own: Sequence[float], seconds: float) -> Straggler | None:
+    """Return the straggler of an epoch; None: no rank held others back for long.
+
+    Args:
+        own: (ranks,) own times in seconds.
+        seconds: of the epoch.
+    """
+    slowest = max(range(len(own)), key=own.__getitem__)
+    others = [time for rank, time in enumerate(own) if rank != slowest]
+    if not others:
+        return None
+    held = own[slowest] - median(others)
+    return Straggler(slowest, held, held / seconds) if held > LEAST_SHARE * seconds else None
+
+
+class OwnTimes:
+    """Own times of the ranks in an epoch; names the straggler.
+
+    Args:
+        run: the run, which gets a note of each new straggler.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._began: tuple[float, float] | None = None  # the first step: now, and own seconds
+        self._named = -1  # the rank of the last note
+
+    def begin_generation(self) -> None:
+        """Measure anew, from the next step on: ranks have other numbers."""
+        self._began = None
+        self._named = -1
+
+    def begin_step(self) -> None:
+        """Begin an epoch with its first step here."""
+        if self._began is None:
+            self._began = self._now()
+
+    def end_epoch(self, *, measured: bool) -> Straggler | None:
+        """Return the straggler of the steps since the first one; collective.
+
+        Args:
+            measured: the ranks' shares follow their speeds.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        now = self._now()
+        began = self._began or now
+        self._began = None
+        world = self._run.context.world
+        times = torch.zeros(2, world.size, dtype=torch.float64)  # in all, and own
+        times[:, world.rank] = torch.tensor(now, dtype=torch.float64) - torch.tensor(began)
+        communicator = self._run.context.group("all", "steps")
+        both = total(communicator, times, "the ranks' own times of an epoch")
+        straggler = straggler_of(both[1].tolist(), max(both[0].tolist()))
+        if straggler is not None and straggler.rank != self._named:
+            self._named = straggler.rank
+            self._run.note(self._sentence(straggler, measured=measured), shown=self._run.leads)
+        return straggler
+
+    def _now(self) -> tuple[float, float]:
+        timeline = self._run.timeline
+        return timeline.now(), timeline.own_seconds()
+
+    def _sentence(self, straggler: Straggler, *, measured: bool) -> Message:
+        hint = "staleness hides unsteady speeds only: {--shares} measured gives it fewer samples"
+        return Message(
+            "{} held the others back for {:.3g} s, {:.0%} of the epoch"
+            f"{'' if measured else f'; {hint}'}.",
+            self._run.context.world.generation.describe(straggler.rank),
+            straggler.seconds,
+            straggler.share,
+        )
