@@ -16,6 +16,7 @@ NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
     *("PacelineError", "PeerLost", "ReplicasDiffer", "World"),
     *("join", "launch", "loader", "parallelize", "stages"),
+    "tensor_parallel",
     *("Average", "BMUF", "DiLoCo", "EASGD", "Mean", "OuterRule", "Server", "SparseLoCo"),
 ]
 SIGNATURES = {
@@ -30,6 +31,7 @@ SIGNATURES = {
     "sync_bn=False, buffers='broadcast')",
     "stages": "(model, world, *, loss, microbatches, cuts=None, schedule='1f1b', "
     "blocks=None, example=None, checkpoint_activations=False)",
+    "tensor_parallel": "(model, world, plan=None)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
     "uneven='join', sampler=None, weights=None, batch_sampler=None)",
