@@ -158,7 +158,13 @@ def with_paceline(row: str, setting: Mapping[str, Any]) -> None:
     import paceline
 
     method, _, snapshots = row.partition(" ")
-    world = paceline.join(seed=0, first_iter_timeout=300, snapshots=snapshots != "without")
+    copies = "divided" if snapshots == "divided" else "whole"
+    world = paceline.join(
+        seed=0,
+        first_iter_timeout=300,
+        snapshots=snapshots != "without",
+        snapshot_copies=copies,
+    )
     warm_up()
     before = settled_bytes()
     peak = Peak()

@@ -64,6 +64,7 @@ def main() -> None:
         options.rounds = 2
         options.steps = 1
         options.bubble_steps = 2
+        options.warm_up = 1
     found = _bubbles(options) if options.bubble else _speeds(options)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -236,7 +237,7 @@ def compare(
 
 
 def _work(options: argparse.Namespace, rows: Sequence[str], master: str) -> dict[str, object]:
-    names = ("model", "batch", "microbatches", "layers", "image_size", "cuts", "wait_ms")
+    names = ("model", "batch", "microbatches", "layers", "image_size", "cuts", "wait_ms", "warm_up")
     return {name: getattr(options, name) for name in names} | {"rows": rows, "master": master}
 
 
@@ -257,6 +258,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--wait_ms", type=float, default=20.0, help="of a pass that waits (default: %(default)s)")
     add("--rounds", type=int, default=7)
     add("--steps", type=int, default=2)
+    add(
+        "--warm_up",
+        type=int,
+        default=15,
+        help="steps first; the first few are checked for mistakes (default: %(default)s)",
+    )
     add("--bubble_steps", type=int, default=20)
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measurements there")

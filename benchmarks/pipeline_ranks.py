@@ -72,6 +72,7 @@ class Setting(Place):
         cuts: the names of the children that begin stages; empty: the middle of a "gpt", the third
             layer of "resnet50".
         wait_ms: of a pass of "waiting", of which the weights' part takes as long as the inputs'.
+        warm_up: steps of Paceline's rows before those that are timed.
         master: the address of rank 0.
     """
 
@@ -82,6 +83,7 @@ class Setting(Place):
     image_size: int
     cuts: list[str]
     wait_ms: float
+    warm_up: int
     master: str
 
 
@@ -388,8 +390,8 @@ def main() -> None:
     makers = dict.fromkeys(TORCH, torchs) | {"line": line}
     makers |= dict.fromkeys(SCHEDULES, partial(paceline_s, times=times))
     variants = {row: makers[row](stage, row) for row in setting.rows}
-    for variant in variants.values():
-        timed(variant, 1)
+    for row, variant in variants.items():
+        timed(variant, setting.warm_up if row in SCHEDULES else 1)
     print("ready", flush=True)
     while True:
         row, steps = told.get().split()

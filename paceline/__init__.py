@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         loader,
         parallelize,
         stages,
+        tensor_parallel,
     )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "loader",
     "parallelize",
     "stages",
+    "tensor_parallel",
 ]
 
 

@@ -6,6 +6,7 @@ from paceline.api.loaders.loader import Loader as Loader
 from paceline.api.loaders.loader import loader as loader
 from paceline.api.parallelize import parallelize as parallelize
 from paceline.api.stages import stages as stages
+from paceline.api.tensor_parallel import tensor_parallel as tensor_parallel
 from paceline.api.world import World as World
 from paceline.config.server import Server as Server
 from paceline.update.outer.average import Average as Average

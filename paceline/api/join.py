@@ -31,7 +31,7 @@ from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.rules import positive, silence
-from paceline.config.run import OutputConfig
+from paceline.config.run import OutputConfig, SnapshotCopies
 from paceline.errors import ConfigError
 from paceline.generation.mesh import Mesh
 from paceline.observe.trackers.tracker import Tracker
@@ -58,6 +58,7 @@ def join(
     keep_checkpoints: int = 2,
     snapshots: bool = True,
     snapshot_memory_mb: float = 0.0,
+    snapshot_copies: SnapshotCopies = "auto",
     replica_check: bool = True,
     trace_steps: str = "",
     tracker: str = "",
@@ -96,6 +97,14 @@ def join(
             in the middle of a long step has the last checkpoint only. Rank 0's argument is used.
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
+        snapshot_copies: what each process copies, from three processes on: "whole", all of the
+            state; "divided", where processes are equal, its own part and that of another one (on
+            another machine, if there is one), so that of N processes each takes 2/N of the memory.
+            After the loss of a process the others get the missing parts from each other; after the
+            loss of both that have a part, the run continues from the last checkpoint, as it does if
+            it is stopped in the middle of a long step. "auto": "divided" where whole copies of all
+            processes would take more than a quarter of the machine's memory. Rank 0's argument is
+            used.
         replica_check: compare checksums of the processes' parameters, buffers and optimizer states,
             as often as this takes less than 0.1% of the time, and before a checkpoint is saved; a
             script whose processes differ stops with an error. Rank 0's argument is used.
@@ -160,6 +169,7 @@ def join(
             keep_checkpoints=keep_checkpoints,
             snapshots=snapshots,
             snapshot_memory_mb=snapshot_memory_mb,
+            snapshot_copies=snapshot_copies,
             replica_check=replica_check,
             trace_steps=trace_steps,
             tracker=tracker,

@@ -275,13 +275,17 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: 
                 "the optimizer has none of the model's parameters: create it with "
                 "model.parameters(), after moving or changing the model."
             )
-        _refuse_other_stages(models, model_parameters, optimizer)
+        refuse_other_stages(models, model_parameters, optimizer)
 
 
-def _refuse_other_stages(
+def refuse_other_stages(
     models: Sequence[nn.Module], own: Collection[nn.Parameter], optimizer: Optimizer
 ) -> None:
-    """Refuse an optimizer that was made of a whole model, of which this rank has a stage."""
+    """Refuse an optimizer that was made of a whole model, of which this rank has a stage.
+
+    Raises:
+        ConfigError: it has parameters that the stage hasn't.
+    """
     if any(isinstance(model, Stage) for model in models):
         for group in optimizer.param_groups:
             if others := sum(p not in own for p in group["params"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from paceline.config.rules import at_least
 from paceline.errors import ConfigError, Message
@@ -10,6 +11,9 @@ from paceline.errors import ConfigError, Message
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 
 _DIGITS = 18  # of a step's number, at most
+
+
+SnapshotCopies = Literal["auto", "whole", "divided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,15 @@ class OutputConfig:
     snapshot_memory_mb: float = 0.0
     """Limit of the memory for in-memory snapshots in MiB per worker; if the two newest would take
     more, none are taken. 0: no limit."""
+
+    snapshot_copies: SnapshotCopies = "auto"
+    """What each worker copies for in-memory snapshots, from three workers on. whole: all of the
+    state. divided: its own part and that of another worker (on another machine, if there is one),
+    where workers are equal: of N workers, 2/N of the memory. After the loss of one worker the
+    others get the missing parts from each other; after the loss of both that have a part, the run
+    continues from the last checkpoint, as it does if it is stopped in the middle of a long step.
+    auto: divided where whole copies of all workers would take more than a quarter of the machine's
+    memory. Machine 0's setting is used."""
 
     replica_check: bool = True
     """Don't compare the workers' parameters, buffers and optimizer states while the run trains. By

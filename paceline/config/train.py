@@ -25,7 +25,7 @@ _OWN = frozenset(
         *("idle_timeout", "distributed_interfaces", "decode_threads", "decode_workers"),
         *("train_data", "test_data", "resume", "reset_optimizer"),
         *("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
-        *("snapshots", "snapshot_memory_mb", "replica_check"),
+        *("snapshots", "snapshot_memory_mb", "snapshot_copies", "replica_check"),
         *("trace_steps", "tracker"),
         *("max_loss_at", "shares", "average_through", "average_server"),
         *("num_servers", "parameter_servers"),

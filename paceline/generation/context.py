@@ -93,6 +93,7 @@ class GenerationContext:
         mesh: the ranks, by axes.
         limits: the timeouts.
         timeline: measures this rank's waits, and follows the windows of a traced run.
+        stage: the number of this rank's stage, from 0.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
         summaries: step summaries, over all ranks; once it is open.
     """
@@ -125,6 +126,7 @@ class GenerationContext:
         # Communicators, windows, and what waits for peers besides; their users close and drop them.
         self._waits: WeakSet[Interruptible] = WeakSet()
         self._kept: dict[str, Closable] = {}
+        self.stage = self.along("stage").rank if "stage" in self.mesh.lengths else 0
 
     def open(
         self,

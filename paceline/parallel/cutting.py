@@ -87,8 +87,9 @@ def cut_model(
         schedule=tasks,
         microbatches=microbatches,
         loss=loss,
+        recomputes=checkpoint_activations,
     )
-    stage = Stage(parts[group.rank], runs, glue, pipeline, keys, checkpoints=checkpoint_activations)
+    stage = Stage(parts[group.rank], runs, glue, pipeline, keys)
     if group.rank == 0:  # what the model has itself
         stage._parameters.update(model._parameters)
         stage._buffers.update(model._buffers)

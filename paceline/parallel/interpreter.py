@@ -1,12 +1,9 @@
 """Interpreter of a schedule: runs one stage's tasks, and puts what they return to its neighbours.
 
-    forward            input ◀─ stage s − 1      output ─▶ stage s + 1
-    backward           gradient ◀─ stage s + 1   all gradients; the input's ─▶ stage s − 1
-    backward_input     gradient ◀─ stage s + 1   the input's alone ─▶ stage s − 1
-    backward_weight    the parameters' gradients, of what `backward_input` got
-
-A divided backward walks the stage's graph twice, for it retains the graph: the weights' pass
-computes the gradients between layers again. So ZB-H1 costs that much more computation than 1F1B.
+forward            input ◀─ stage s − 1      output ─▶ stage s + 1
+backward           gradient ◀─ stage s + 1   all gradients; the input's ─▶ stage s − 1
+backward_input     gradient ◀─ stage s + 1   the input's alone ─▶ stage s − 1
+backward_weight    the parameters' gradients, of what `backward_input` got
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paceline.parallel.divided_backward import DividedBackward
 from paceline.parallel.link import StageLink
 from paceline.parallel.meta_twin import Boundary, TensorSpec
 from paceline.parallel.schedules import Task
@@ -64,6 +62,7 @@ class Interpreter:
         parameters: lists what gets gradients.
         link: connects the stages; None: there is one stage.
         first, last: whether this stage is.
+        recomputes: whether backward computes activations again.
         batch: the microbatches.
 
     Attributes:
@@ -79,6 +78,7 @@ class Interpreter:
         *,
         first: bool,
         last: bool,
+        recomputes: bool,
         batch: Microbatches,
     ) -> None:
         self._part = part
@@ -86,11 +86,13 @@ class Interpreter:
         self._link = link
         self._first = first
         self._last = last
+        self._recomputes = recomputes
         self._batch = batch
         # By microbatch, until their backward: leaves of a graph, its ends, and the ends' gradients.
         self._inputs: dict[int, list[Tensor]] = {}
         self._ends: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
+        self._divided: dict[int, DividedBackward] = {}
         self._waited = 0
         self.outputs: dict[int, Any] = {}
         self.times: list[TaskTime] = []
@@ -132,37 +134,28 @@ class Interpreter:
 
     def _backward(self, m: int) -> None:
         self._receive_gradients(m)
-        self._differentiate(m)
+        ends, gradients = self._differentiable(m)
+        if ends:
+            torch.autograd.backward(ends, gradients)
         self._send_gradients(m, [x.grad for x in self._inputs.pop(m)])
 
     def _backward_input(self, m: int) -> None:
         self._receive_gradients(m)
-        wanted = [x for x in self._inputs[m] if x.requires_grad]
-        if not wanted:
-            return
-        ends, gradients = self._differentiable(m)
-        found = iter(
-            torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
-            if ends
-            else [None] * len(wanted)
+        leaves = self._inputs.pop(m)
+        wanted = [x for x in leaves if x.requires_grad]
+        divided = DividedBackward(
+            *self._differentiable(m), wanted, self._parameters(), whole=self._recomputes
         )
-        self._send_gradients(m, [next(found) if x.requires_grad else None for x in self._inputs[m]])
+        self._divided[m] = divided
+        found = iter(divided.inputs())
+        self._send_gradients(m, [next(found) if x.requires_grad else None for x in leaves])
 
     def _backward_weight(self, m: int) -> None:
-        self._differentiate(m, self._parameters())
-        self._inputs.pop(m)
-
-    def _differentiate(self, m: int, inputs: Iterable[Tensor] | None = None) -> None:
-        """Accumulate gradients, and let go of a microbatch's graph."""
-        ends, gradients = self._differentiable(m)
-        del self._ends[m], self._gradients[m]
-        wanted = None if inputs is None else [x for x in inputs if x.requires_grad]
-        if ends and wanted != []:
-            torch.autograd.backward(ends, gradients, inputs=wanted)
+        self._divided.pop(m).weights()
 
     def _differentiable(self, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return a microbatch's ends that have a graph, and their gradients."""
-        pairs = zip(self._ends[m], self._gradients[m], strict=True)
+        """Return a microbatch's ends that have a graph, and their gradients, and drop them."""
+        pairs = zip(self._ends.pop(m), self._gradients.pop(m), strict=True)
         found = [(end, gradient) for end, gradient in pairs if end.requires_grad]
         return [end for end, _ in found], [gradient for _, gradient in found]
 

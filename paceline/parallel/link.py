@@ -82,7 +82,7 @@ class StageLink:
         number = self._sent[to]
         operation = f"sending {_NAMES[to]} of microbatch {microbatch}"
         self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
-        with self._named():
+        with self._named(operation):
             dense = [tensor.detach().cpu().contiguous() for tensor in tensors]
             self._window.put(
                 self._stage + to, self._room_at(to, number), dense, _ARRIVED[to], number
@@ -93,12 +93,11 @@ class StageLink:
         self._taken[to] += 1
         number = self._taken[to]
         begin = self._context.timeline.clock()
-        self._wait(
-            self._stage - to, _ARRIVED[to], number, f"{_NAMES[to]} of microbatch {microbatch}"
-        )
+        operation = f"{_NAMES[to]} of microbatch {microbatch}"
+        self._wait(self._stage - to, _ARRIVED[to], number, operation)
         self.waited = self._context.timeline.clock() - begin
         tensors = self._copies(self._room_at(to, number), specs)
-        with self._named():
+        with self._named(operation):
             self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
         return [tensor.to(self._context.device) for tensor in tensors]
 
@@ -109,7 +108,7 @@ class StageLink:
             self._wait(last, _LOSS, batch, "the loss")
             return self._copies(self._loss_at, [TensorSpec((), torch.float64)])[0]
         value = loss.detach().cpu().double()
-        with self._named():
+        with self._named("sending the loss"):
             for stage in range(last):
                 self._window.put(stage, self._loss_at, value, _LOSS, batch)
         return value
@@ -120,7 +119,7 @@ class StageLink:
             self._tied_at[index] + stage * _aligned(own.nbytes) for stage in range(len(self._ranks))
         ]
         dense = own.cpu().contiguous()
-        with self._named():
+        with self._named("sending the gradient of a tied weight"):
             for stage in stages:
                 if stage != self._stage:
                     self._window.put(stage, at[self._stage], dense, _TIED + index, batch)
@@ -138,7 +137,7 @@ class StageLink:
         for to, number in self._sent.items():
             if number:
                 self._wait(self._stage + to, _TAKEN[to], number, operation)
-        with self._named():
+        with self._named(operation):
             for stage in range(len(self._ranks)):
                 if stage != self._stage:
                     self._window.flush(stage, limit=self._limit, operation=operation)
@@ -159,7 +158,7 @@ class StageLink:
         return copies
 
     def _wait(self, stage: int, notification: int, value: int, operation: str) -> None:
-        with self._named():
+        with self._named(operation):
             try:
                 self._window.wait(
                     stage, notification, value, limit=self._limit, operation=operation
@@ -169,8 +168,8 @@ class StageLink:
                 raise timed_out(self._context.world.rank, self._limit, peer, operation) from None
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Let a lost stage have its rank in the world."""
+    def _named(self, operation: str) -> Iterator[None]:
+        """Let a lost stage have its rank in the world, and the operation that lost it."""
         try:
             yield
         except PeerLost as error:
@@ -178,7 +177,7 @@ class StageLink:
             raise PeerLost(
                 rank=self._context.world.rank,
                 peer=peer,
-                operation=error.operation,
+                operation=operation,
                 cause=error.cause,
             ) from None
 

@@ -44,6 +44,7 @@ class Pipeline:
         schedule: by stage.
         microbatches: into how many a batch is cut.
         loss: makes the loss of an output and its labels, a mean over the samples.
+        recomputes: whether backward computes activations again.
         times: of this stage's tasks in the last batch.
     """
 
@@ -54,6 +55,7 @@ class Pipeline:
     schedule: Schedule
     microbatches: int
     loss: Callable[[Any, Any], Tensor]
+    recomputes: bool = False
     times: list[TaskTime] = field(default_factory=list)
     _agreed: dict[TensorSpec, list[list[Boundary]]] = field(default_factory=dict)
     _context: GenerationContext | None = None
@@ -173,6 +175,7 @@ class Pipeline:
             self._link,
             first=stage == 0,
             last=stage == len(self.schedule) - 1,
+            recomputes=self.recomputes,
             batch=batch,
         )
 

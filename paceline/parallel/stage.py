@@ -27,6 +27,13 @@ class Stage(nn.Module):
     """Stage of a model: this rank's blocks, which run together with those of the other stages.
 
     `paceline.stages` makes it. Its parameters have their names in the whole model.
+
+    Args:
+        children: of the model, which the stage has.
+        runs: the names of those that run, in their order.
+        glue: what is between children.
+        pipeline: connects the stages.
+        keys: of the whole model's state dict.
     """
 
     def __init__(
@@ -36,8 +43,6 @@ class Stage(nn.Module):
         glue: Glue,
         pipeline: Pipeline,
         keys: Sequence[str],
-        *,
-        checkpoints: bool,
     ) -> None:
         super().__init__()
         self._modules.update(children)  # a child may have the name of anything
@@ -45,7 +50,6 @@ class Stage(nn.Module):
         self._glue = glue
         self._pipeline = pipeline
         self._keys = keys
-        self._checkpoints = checkpoints
         self._in_batch = False
 
     def train_batch(self, x: Tensor, y: Tensor) -> Tensor:
@@ -80,7 +84,7 @@ class Stage(nn.Module):
         if not self._in_batch:
             return self._pipeline.evaluate(self._run, x)
         self._pipeline.tied.divert()
-        if not self._checkpoints:
+        if not self._pipeline.recomputes:
             return self._run(x)
         contexts = partial(_checkpoint_contexts, self)
         return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)

@@ -23,6 +23,7 @@ LOCAL = "local"
 SHARED = "shared"  # of averaged weights: a worker's own, and what all have alike
 ENTRIES = "entries"
 SAVED = "saved"  # for checkpoint files only
+DIVISION = "division"  # of a divided snapshot: which part each parameter is in
 LOCAL_BUFFERS = "local_buffers"  # names of buffers that aren't compared between ranks
 PARTS = (POSITION, TRACKED, PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA, OPTIMIZER, GROUPS, OTHER)
 # Name among the tracked objects of an optimizer that has a state dict of its own.

@@ -162,8 +162,9 @@ def require_whole(name: str, tensor: Tensor) -> None:
     if kind == "DTensor":
         raise ConfigError(
             f"{name} is a DTensor, of which each rank may have a part (FSDP2's fully_shard(), "
-            "tensor parallelism): give paceline.parallelize() a model of whole tensors. "
-            'update="sharded" divides the optimizer\'s state among the ranks.'
+            "tensor parallelism): give paceline.parallelize() a model of whole tensors, or one "
+            'that paceline.tensor_parallel() divides. update="sharded" divides the optimizer\'s '
+            "state among the ranks."
         )
     if is_traceable_wrapper_subclass(tensor):
         raise ConfigError(

@@ -702,8 +702,9 @@ class Steps:
         Tensor ranks, which compute the same layers, have the same one.
         """
         context = self.run.context
-        stage = context.along("stage").rank if context.mesh.divided else 0
-        base = splitmix.base(self._seed, purpose, number, *([stage] if stage else []))
+        base = splitmix.base(self._seed, purpose, number)
+        if context.stage:
+            base = splitmix.base(base, context.stage)
         word = splitmix.word(base, context.along("data").rank)
         torch.default_generator.manual_seed(word)  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():

@@ -21,7 +21,8 @@ from paceline.comm.communicator import total
 from paceline.errors import Message
 from paceline.generation.run import Run
 
-LEAST_SHARE = 0.05  # of an epoch; who holds others back by less isn't named
+LEAST_SHARE = 0.05  # of an epoch; a rank that holds others back by less isn't named
+LEAST_S = 1.0  # likewise: short epochs differ by chance
 
 
 class Straggler(NamedTuple):
@@ -50,7 +51,8 @@ def straggler_of(own: Sequence[float], seconds: float) -> Straggler | None:
     if not others:
         return None
     held = own[slowest] - median(others)
-    return Straggler(slowest, held, held / seconds) if held > LEAST_SHARE * seconds else None
+    named = held >= LEAST_S and held > LEAST_SHARE * seconds
+    return Straggler(slowest, held, held / seconds) if named else None
 
 
 class OwnTimes:
@@ -63,12 +65,12 @@ class OwnTimes:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._began: tuple[float, float] | None = None  # the first step: now, and own seconds
-        self._named = -1  # the rank of the last note
+        self._named: set[int] = set()  # the ranks that had a note
 
     def begin_generation(self) -> None:
         """Measure anew, from the next step on: ranks have other numbers."""
         self._began = None
-        self._named = -1
+        self._named.clear()
 
     def begin_step(self) -> None:
         """Begin an epoch with its first step here."""
@@ -93,8 +95,8 @@ class OwnTimes:
         communicator = self._run.context.group("all", "steps")
         both = total(communicator, times, "the ranks' own times of an epoch")
         straggler = straggler_of(both[1].tolist(), max(both[0].tolist()))
-        if straggler is not None and straggler.rank != self._named:
-            self._named = straggler.rank
+        if straggler is not None and straggler.rank not in self._named:
+            self._named.add(straggler.rank)
             self._run.note(self._sentence(straggler, measured=measured), shown=self._run.leads)
         return straggler
 

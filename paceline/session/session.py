@@ -57,7 +57,9 @@ from paceline.session.resume.edits import GIVEN
 from paceline.session.resume.start import Start, find_start, own_part_name
 from paceline.session.training import Training
 from paceline.snapshots.backup import SnapshotBackup
+from paceline.snapshots.division import wants_division
 from paceline.snapshots.durable_files import DurableFiles
+from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
@@ -302,6 +304,7 @@ class Session:
             limit_mb=output.snapshot_memory_mb,
             check=output.replica_check,
             backup=self.backup,
+            divides=self._divides(training.objects),
             report=self.run.note,
         )
         # Workers that average don't wait in each step; a GPU's waits aren't measured.
@@ -324,6 +327,13 @@ class Session:
             parts=self._parts,
         )
         return self.steps
+
+    def _divides(self, objects: StateObjects) -> bool:
+        """Return whether to divide snapshots, by the output's setting and this machine's memory."""
+        machines = [member.machine for member in self.run.context.world.generation.members]
+        workers = machines.count(self.run.context.world.member.machine)
+        weights = sum(p.nbytes for pair in objects.pairs for p in pair.trained().names)
+        return wants_division(self.output.snapshot_copies, weights, workers)
 
     def record_start(self, **fields: object) -> None:
         """Record that the first step begins; `fields` are those of the event `run`."""

@@ -26,7 +26,7 @@ from paceline.comm.communicator import total
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.replica.group import AnyReplica
-from paceline.replica.state_parts import POSITION
+from paceline.replica.state_parts import DIVISION, POSITION
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.store import SnapshotStore
@@ -205,7 +205,8 @@ class SnapshotCommits:
 
     def _complete(self, name: SnapshotName) -> bool:
         """Return whether this rank needs no other one's part of a held snapshot."""
-        return not self._replica.stateful and self._sent(name).keys() <= self.totals(name).keys()
+        parted = self._replica.stateful or DIVISION in self._snapshots.state(name)
+        return not parted and self._sent(name).keys() <= self.totals(name).keys()
 
     def _forget_totals(self) -> None:
         held = self._snapshots.held

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
+from paceline.replica.copier import Copier
 from paceline.replica.earlier_buffers import computed_buffers, named_buffers
 from paceline.replica.state_parts import (
     BUFFERS,
@@ -212,3 +213,47 @@ class StateCopier:
         """Measure a copy; whatever block reads first is around it: an evaluation's, say."""
         with self._timeline.span(self._span_name), torch.inference_mode(False), torch.no_grad():
             yield
+
+
+class SeveralCopiers:
+    """Copiers of the same state before a step, each with a receiver of its own."""
+
+    def __init__(self, copiers: Sequence[Copier]) -> None:
+        self._copiers = copiers
+
+    def pairs(self) -> list[SeveralCopiers]:
+        """Return what copies each pair."""
+        by_pair = zip(*(copier.pairs() for copier in self._copiers), strict=True)
+        return [SeveralCopiers(copiers) for copiers in by_pair]
+
+    def begin(
+        self,
+        names: Mapping[nn.Parameter, str],
+        exchanged: Collection[nn.Parameter],
+        buffers: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
+        """Begin all."""
+        for copier in self._copiers:
+            copier.begin(names, exchanged, buffers)
+
+    def copy_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Copy buckets by all."""
+        for copier in self._copiers:
+            copier.copy_buckets(buckets)
+
+    def copy_parameters(
+        self, names: Mapping[nn.Parameter, str], values: Mapping[str, Tensor]
+    ) -> None:
+        """Copy values by all."""
+        for copier in self._copiers:
+            copier.copy_parameters(names, values)
+
+    def end(self, state: RankState | None, *, in_step: bool = True) -> None:
+        """End all."""
+        for copier in self._copiers:
+            copier.end(state, in_step=in_step)
+
+    def end_with(self, parts: Mapping[str, Mapping[Any, Any]]) -> None:
+        """End all with further parts."""
+        for copier in self._copiers:
+            copier.end_with(parts)

@@ -24,7 +24,7 @@ from paceline.comm.communicator import broadcast_state
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.replica.group import AnyReplica
-from paceline.replica.state_parts import POSITION
+from paceline.replica.state_parts import DIVISION, POSITION
 from paceline.snapshots.checkpoint_entries import all_plain, fits, make_checkpoint
 from paceline.snapshots.position import Position
 from paceline.snapshots.step_snapshots import StepSnapshots
@@ -115,9 +115,10 @@ class CheckpointSchedule:
         self._plain = all_plain(snapshots.objects)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, asdict(policy), snapshots.on, snapshots.check.due]
+        settings.append(snapshots.divides)
         received = broadcast_state(run.context.group("all", "steps"), settings, what)
         self._saving: bool = received[0]
-        _, intervals, snapshots.enabled, snapshots.check.due = received
+        _, intervals, snapshots.enabled, snapshots.check.due, snapshots.divides = received
         self._policy = SavePolicy(**intervals)
         if writer is not None:
             writer.memory = self
@@ -229,7 +230,7 @@ class CheckpointSchedule:
         """
         self._publish_committed(before=self._steps.settle().number)
         if (self._snapshots.on or self._copies) and self._replica.rounds is None:
-            self._copy_now()
+            self._copy_now(together=True, file=False)
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
         """Settle, copy the state before the next step, and begin to write it.
@@ -257,7 +258,7 @@ class CheckpointSchedule:
             return self._copied
         for _ in range(_TRIES):  # another thread may commit a newer one, and forget sums
             borrowed = self._snapshots.borrow()
-            if borrowed is None:
+            if borrowed is None or DIVISION in borrowed.state:
                 return self._copied
             sent = borrowed.state[POSITION]["sent"]
             sums = self._sums
@@ -283,7 +284,7 @@ class CheckpointSchedule:
     @property
     def _by_snapshots(self) -> bool:
         """Whether files are made of the snapshots of steps; the same on all ranks."""
-        return self._all_copy and not self._gathers
+        return self._all_copy and not self._gathers and not self._snapshots.divided
 
     @property
     def _copies(self) -> bool:
@@ -377,9 +378,13 @@ class CheckpointSchedule:
             self.save(together=False)
 
     def _copy_now(
-        self, *, best: bool = False, together: bool = True
+        self, *, best: bool = False, together: bool = True, file: bool = True
     ) -> tuple[Checkpoint | None, int]:
-        """Settle and copy; return the checkpoint on rank 0, and the step that it precedes."""
+        """Settle and copy; return the checkpoint on rank 0, and the step that it precedes.
+
+        Without `file` no checkpoint is needed, and none is made where snapshots are divided: that
+        would be a whole copy.
+        """
         began = self._clock()
         position = self._steps.settle()
         borrowed = None
@@ -389,12 +394,13 @@ class CheckpointSchedule:
         collective = together or self._gathers or self._snapshots.alone
         if collective:
             self._publish_committed(before=number, wait=True)  # which may switch snapshots off
+        divided = self._snapshots.divided
         averaged = self._replica.rounds is not None  # files are made of what rank 0 gathers
         if self._snapshots.on and (together if averaged else collective):
             self._snapshots.take_between_steps(number, asdict(position))  # none goes back behind it
-            if self._writes is not None and not averaged:
+            if self._writes is not None and not averaged and not divided:
                 borrowed = self._snapshots.borrow()
-        if self._writes is not None and borrowed is None:
+        if self._writes is not None and borrowed is None and (file or not divided):
             borrowed = self._snapshots.copy_alone(number, asdict(position))
         gathered = self._replica.state() if self._gathers else None
         if borrowed is None:

@@ -32,10 +32,17 @@ from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.replica.checksums import ChecksumParts, Parts
 from paceline.replica.group import AnyReplica
-from paceline.replica.state_parts import POSITION
+from paceline.replica.state_parts import DIVISION, POSITION
 from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.commits import SnapshotCommits
-from paceline.snapshots.copier import StateCopier
+from paceline.snapshots.copier import Receiver, SeveralCopiers, StateCopier
+from paceline.snapshots.division import (
+    DividedCopies,
+    Division,
+    can_divide,
+    fetch_divided,
+    note_of,
+)
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
@@ -63,6 +70,7 @@ class StepSnapshots:
         report: called on rank 0 with a sentence for the user.
         check: whether replicas are checked.
         backup: sends what this rank alone has to its backup holder; None: no rank has copies.
+        divides: whether each rank copies a part of the state only, where that can be (`divided`).
 
     Attributes:
         objects: the objects whose state is copied.
@@ -70,6 +78,7 @@ class StepSnapshots:
         commits: commits what all ranks hold, and has copies of other ranks' parts.
         interval: the interval between snapshots, in steps; 0 until the first one is measured.
         enabled: whether snapshots are taken, as long as there is memory.
+        divides: as the argument; the same on all ranks.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class StepSnapshots:
         report: Callable[[Message], object] = lambda note: None,
         check: bool = True,
         backup: SnapshotBackup | None = None,
+        divides: bool = False,
     ) -> None:
         self._run = run
         self._replica = replica
@@ -95,6 +105,10 @@ class StepSnapshots:
         # Seconds of each step, the copies' included, and of these; None: no interval is measured.
         self._times: list[tuple[float, float]] | None = None if interval else []
         self.enabled = enabled
+        self.divides = divides
+        self._survives = backup is not None
+        self._division: tuple[tuple[str, int], Division] | None = None  # by what it is of
+        self._copying: tuple[SnapshotName, StateCopier] | None = None  # in the present step
         self._off = False
         self.check = ReplicaCheck(run, enabled=check)
         self._summed: tuple[int, ChecksumParts] | None = None  # a step, and the state before it
@@ -121,6 +135,19 @@ class StepSnapshots:
     def alone(self) -> bool:
         """Whether this rank is the only one, so that what it holds is committed."""
         return self._run.context.summaries.alone
+
+    @property
+    def divided(self) -> bool:
+        """Whether each rank copies a part of the state only; the same on all ranks.
+
+        Replicas must be equal, and some of their ranks survive a loss.
+        """
+        if not self.divides:
+            return False
+        context = self._run.context
+        equal = self._replica.rounds is None and self._replica.equal_between_steps
+        possible = equal and self._survives and not context.mesh.divided
+        return possible and can_divide(context.world.generation)
 
     def free(self, step: int) -> bool:
         """Return whether a snapshot before a step can be taken; the same on all ranks.
@@ -182,7 +209,9 @@ class StepSnapshots:
             # Within a round weights differ; at its end the anchor is equal everywhere.
             self._replica.copy_now(self._copier(self._name(step), position))
         else:
-            self._replica.copy_in_step(self._copier(self._name(step), position))
+            copier = self._copier(self._name(step), position)
+            self._copying = self._name(step), copier
+            self._replica.copy_in_step(copier)
 
     def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
         """Copy the state before a step at once, and commit it; collective, by all ranks.
@@ -205,7 +234,7 @@ class StepSnapshots:
             bound = self._replica.copy_now(self._copier(name, position))
             if not self.alone:
                 try:
-                    self.check.compare(step, self._comparable(name) if bound else None)
+                    self.check.compare(step, self._comparable(name, step) if bound else None)
                 except ReplicasDiffer:
                     self.discard()
                     raise
@@ -233,11 +262,16 @@ class StepSnapshots:
         rare = self._replica.rounds is not None  # snapshots, which otherwise are compared
         if not (rare or self._replica.equal_between_steps):
             return
-        if (rare or not self.on) and not self.alone:
+        copying = None  # this rank's part: the others have other ones
+        if self.divided and self._copying is not None and self._copying[0] == self._name(step):
+            copying = self._copying[1]
+        if (rare or not self.on or copying is not None) and not self.alone:
             parts = self._new_checksums()
             self._summed = step, parts
             self._checked = self._run.timeline.seconds("check")
-            self._replica.copy_in_step(self._summing_copier(parts, step))
+            summing = self._summing_copier(parts, step)
+            both = summing if copying is None else SeveralCopiers([copying, summing])
+            self._replica.copy_in_step(both)
 
     def compare(self, step: int) -> None:
         """Settle, and compare the state before a step at once, without a snapshot; collective.
@@ -264,7 +298,8 @@ class StepSnapshots:
             self._summed = None
             spent = self._run.timeline.seconds("check") - self._checked
             return self.check.checksum_code(step, parts, spent)
-        if self.alone or self._replica.rounds is not None or not self.holds(step):
+        whole = self._replica.rounds is None and not self.divided
+        if self.alone or not whole or not self.holds(step):
             return 0, 0
         return self.check.checksum_code(step, self._snapshots.state(self._name(step)))
 
@@ -327,10 +362,26 @@ class StepSnapshots:
         position = dict(state[POSITION])
         self.interval = position["snapshot_interval"]
         self._off = False
-        if objects:
+        if objects and DIVISION not in state:
             restore_state(state, self.objects)
         del position["sent"], position["members"]
         return position, self.commits.own_part(name), state
+
+    def restore_divided(self, name: SnapshotName) -> int:
+        """Restore the objects of a divided snapshot; collective among the next generation's ranks.
+
+        Returns:
+            the number of bytes that the ranks broadcast; 0 where the snapshot isn't divided.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        state = self._snapshots.state(name)
+        if DIVISION not in state:
+            return 0
+        whole, fetched = fetch_divided(state, self._run.context.group("all", "steps"))
+        restore_state(whole, self.objects)
+        return fetched
 
     def begin_anew(self) -> None:
         """Drop all snapshots: the next generation starts from the durable state."""
@@ -348,7 +399,21 @@ class StepSnapshots:
         context = self._run.context
         ids = tuple(member.id for member in context.world.generation.members)
         position = {**position, "sent": dict(context.summaries.sent), "members": ids}
-        return StateCopier(self._snapshots, name, self.objects, position, self._run.timeline)
+        receiver: Receiver = self._snapshots
+        if self.divided:
+            receiver = DividedCopies(self._snapshots, self._present_division())
+        return StateCopier(receiver, name, self.objects, position, self._run.timeline)
+
+    def _present_division(self) -> Division:
+        """Return how the present ranks divide the parameters that are bound now."""
+        world = self._run.context.world
+        key = (world.generation.key_prefix, self._replica.bindings)
+        if self._division is None or self._division[0] != key:
+            names = self._replica.all_names
+            self._division = key, Division.of(world.generation, world.rank, names)
+            if self._run.leads:
+                self._report(note_of(world.generation))
+        return self._division[1]
 
     def _summing_copier(self, parts: ChecksumParts, step: int) -> StateCopier:
         """Return what adds the state before a step to checksums."""
@@ -376,9 +441,13 @@ class StepSnapshots:
         """Make checksums of what ought to be equal on all ranks; of rounds, the anchor."""
         return ChecksumParts(parameters_only=self._replica.rounds is not None)
 
-    def _comparable(self, name: SnapshotName) -> Parts | ChecksumParts:
-        """Return what of a held snapshot ought to be equal on all ranks."""
+    def _comparable(self, name: SnapshotName, step: int) -> Parts | ChecksumParts:
+        """Return what of a held snapshot, of the settled state, ought to be equal on all ranks."""
         state = self._snapshots.state(name)
+        if DIVISION in state:  # the ranks have different parts
+            summed = self._new_checksums()
+            self.add_state(summed, step)
+            return summed
         if self._replica.rounds is None:
             return state
         parts = self._new_checksums()

@@ -163,11 +163,11 @@ def _served(
     servers = _remaining_servers(groups)
     if not servers.names:
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
-    served = ServedOptimizer(optimizer, buckets)
     refuse_idle_servers(buckets, len(servers.names))
     staleness = config.versions_behind
     if staleness != 0:
         context.allow_lead(_ASYNCHRONOUS_LEAD if staleness is None else staleness)
+    served = ServedOptimizer(optimizer, buckets)
     with ExitStack() as undo:
         undo.callback(served.close)
         if staleness is None:

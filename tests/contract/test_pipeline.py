@@ -95,8 +95,36 @@ def test_stages_equal_one_process(schedule: str, stages: int, extra: int) -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_of_several_batches_accumulate(schedule: str) -> None:
-    data = batches(8, 8, 6, 6)
-    require_equal(mlp(), 2, data=data, accumulates=2, microbatches=2, cuts=["3"], schedule=schedule)
+    options = {"microbatches": 2, "cuts": ["3"], "schedule": schedule}
+    require_equal(mlp(), 2, replicas=2, data=batches(8, 8, 6, 6), accumulates=2, **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_are_sent_in_the_last_backward(schedule: str) -> None:
+    ((x, y),) = batches(8)
+
+    def run(rank: PipelineRank) -> list[int]:
+        options = {"microbatches": 2, "cuts": ["4"], "schedule": schedule}
+        stage = rank.cut(mlp(), F.cross_entropy, **options)
+        optimizer = sgd([*stage.parameters()])
+        replica = rank.bind(stage, optimizer, ALLREDUCE)
+        sent = []
+        for number in range(2):
+            replica.begin(number, 0.5)
+            with replica.no_sync():
+                stage.train_batch(x, y)
+            stage.train_batch(x, y)
+            gradients = replica._binding.gradients
+            sent.append(sum(gradients.arrived(n) for n in range(len(gradients.names))))
+            optimizer.step()
+            optimizer.zero_grad()
+            replica.end()
+        replica.close()
+        return sent
+
+    for sent in on_ranks(run, 2, 2):
+        assert sent[0] == 0  # the first step traces which modules read what
+        assert sent[1] > 0
 
 
 def test_a_batch_that_is_smaller_than_the_microbatches_trains_one_sample_each() -> None:

@@ -158,6 +158,31 @@ def test_one_flipped_bit_on_one_rank_ends_the_run(
         assert found[2].startswith(f"{ranks} in {name}")
 
 
+@pytest.mark.parametrize("what", FLIPS)
+def test_one_flipped_bit_is_found_where_each_rank_copies_its_part(
+    tmp_path: Path, what: str
+) -> None:
+    (do, name), kind = FLIPS[what], method("notified", 3)
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, model=Counted(), kind=kind, snapshots=True)
+        snapshots = rank.steps._snapshots
+        snapshots.divides = snapshots._survives = True
+        assert snapshots.divided
+        for number in range(STEPS):
+            if number == FLIPPED_BEFORE and c.rank == 1:
+                do(rank)
+            rank.train(number)
+        rank.steps.end_steps()
+
+    text = error_of(3, work)
+    changed = "inner.0.bias" if what == "optimizer" else name
+    found = re.search(r"differ after (\d+) steps: (.*?);", text)
+    assert found, text
+    assert int(found[1]) < STEPS  # by what was summed while a part was copied, not in the end
+    assert found[2].startswith(f"rank 1 differs from the others in {changed}")
+
+
 @pytest.mark.parametrize("hurt", [0, 1])
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
 def test_sharded_compares_parameters_and_buffers(tmp_path: Path, what: str, hurt: int) -> None:

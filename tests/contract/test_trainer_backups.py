@@ -25,10 +25,14 @@ from tests.harness.equivalence.undisturbed_runs import undisturbed
 
 NOTIFIED = ("--sync", "notified", "--bucket_mb", "0.1")
 SHARDED = (*NOTIFIED, "--update", "sharded")
+DIVIDED = ("--snapshot_copies", "divided")
 CASES = {
     "allreduce": ("--sync", "allreduce", *FLOAT64),
     "notified": (*NOTIFIED, *FLOAT64),
     "sharded": (*SHARDED, *FLOAT64),
+    "divided allreduce": ("--sync", "allreduce", *FLOAT64, *DIVIDED),
+    "divided notified": (*NOTIFIED, *FLOAT64, *DIVIDED),
+    "divided sharded": (*SHARDED, *FLOAT64, *DIVIDED),
     "int8": (*NOTIFIED, *FLOAT32, "--wire", "int8"),
     "sharded int8": (*SHARDED, *FLOAT32, "--wire", "int8"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def test_replicas_of_two_stages_train_each_sample_once(tmp_path: Path, way: str)
     assert "Traceback" not in ended.text
     for epoch in range(EPOCHS):
         assert ended.text.count(f"epoch {epoch}: {SAMPLES} of 2 replicas") == 4
+    assert (
+        len(set(re.findall(r"drawn (\S+)", ended.text))) == 4
+    )  # each has random numbers of its own
     require_trained(tmp_path, 2)
     require_exact(tmp_path)
 

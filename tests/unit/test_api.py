@@ -16,19 +16,22 @@ NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
     *("PacelineError", "PeerLost", "ReplicasDiffer", "World"),
     *("join", "launch", "loader", "parallelize", "stages"),
+    "tensor_parallel",
     *("Average", "BMUF", "DiLoCo", "EASGD", "Mean", "OuterRule", "Server", "SparseLoCo"),
 ]
 SIGNATURES = {
     "join": "(run=None, *, resume='auto', reset_optimizer=False, checkpoint_steps=0, "
     "checkpoint_minutes=5.0, "
-    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, replica_check=True, "
-    "trace_steps='', tracker='', seed=0, device=None, first_iter_timeout=None, timeout=None, "
+    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, snapshot_copies='auto', "
+    "replica_check=True, trace_steps='', tracker='', seed=0, device=None, "
+    "first_iter_timeout=None, timeout=None, "
     "peer_timeout=10.0, idle_timeout=None, default_group=False, mesh=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "
     "sync_bn=False, buffers='broadcast')",
     "stages": "(model, world, *, loss, microbatches, cuts=None, schedule='1f1b', "
     "blocks=None, example=None, checkpoint_activations=False)",
+    "tensor_parallel": "(model, world, plan=None)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
     "uneven='join', sampler=None, weights=None, batch_sampler=None)",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.api.parallelize import refuse_other_stages
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import block_paths, cut_paths, take_part
 from paceline.parallel.cuts import Cost, best_cuts, block_costs
@@ -84,6 +85,20 @@ def test_a_whole_child_stays_the_same_object() -> None:
 )
 def test_a_cut_that_breaks_a_rule_is_refused(options: dict[str, Any], sentence: str) -> None:
     assert re.search(sentence, refused(model(), **options))
+
+
+def test_an_optimizer_of_the_whole_model_is_refused() -> None:
+    whole = model()
+
+    def run(rank: PipelineRank) -> None:
+        stage = rank.cut(whole, F.cross_entropy, microbatches=2, cuts=["1"])
+        own = {*stage.parameters()}
+        refuse_other_stages([stage], own, torch.optim.SGD([*own], lr=0.1))
+        refuse_other_stages([whole], own, torch.optim.SGD(whole.parameters(), lr=0.1))
+        refuse_other_stages([stage], own, torch.optim.SGD([*own, *whole.parameters()], lr=0.1))
+
+    with pytest.raises(ConfigError, match="the optimizer has 8 parameters that this rank's stage"):
+        on_ranks(run, 2)
 
 
 class Between(nn.Module):

@@ -17,6 +17,7 @@ from paceline.run.straggler import Straggler, straggler_of
         ([9.0, 9.0, 1.0], 10.0, Straggler(0, 4.0, 0.4)),  # the other slow one didn't wait for it
         ([9.0, 9.4], 10.0, None),
         ([9.0], 10.0, None),
+        ([0.5, 1.4], 2.0, None),  # by chance
     ],
 )
 def test_the_straggler_is_the_rank_for_which_others_waited(

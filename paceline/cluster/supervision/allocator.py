@@ -12,12 +12,19 @@ they are from then on, so their pages go back to the kernel by a few trims (mall
 from __future__ import annotations
 
 import ctypes
+import os
+from contextlib import suppress
+from pathlib import Path
 
 # https://man7.org/linux/man-pages/man3/mallopt.3.html; an int each, the second at most 32 MiB.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _TRIM_BYTES = 2**31 - 1
 _MMAP_BYTES = 2**25
+_LIMITS = (  # of a control group, version 2 and 1
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 _FIRST_STEPS = 8  # in which a step's memory takes its places
 
 
@@ -42,3 +49,12 @@ def return_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this machine has, or this process's container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)

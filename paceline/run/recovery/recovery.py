@@ -11,6 +11,7 @@ Where one of the next generation's ranks is lost meanwhile, `go_back` begins aga
 
 from __future__ import annotations
 
+import time
 import traceback
 from dataclasses import asdict, replace
 from typing import Protocol
@@ -246,6 +247,8 @@ class Recovery:
         if self._durable is not None:
             self._durable.record(group)
         self._run.enter(group)
+        if not unchanged:
+            self._fetch(start)
         whole = self._replica.enter_generation([part.state for part in parts], snapshot)
         context = self._run.context
         unsummed = values_to_send(parts, commits.totals(start), context.group("all", "steps"))
@@ -256,6 +259,16 @@ class Recovery:
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self._run.recorder.event("note", text=note)
+
+    def _fetch(self, start: SnapshotName) -> None:
+        """Restore a divided snapshot from the ranks that have its parts; report what that took."""
+        began = time.monotonic()
+        fetched = self._snapshots.restore_divided(start)
+        if fetched:
+            seconds = time.monotonic() - began
+            size = f"{fetched / 1e6:,.1f} MB"
+            note = f"The parts of the snapshot, {size}, were exchanged in {seconds:.2f} s."
+            self._run.note(note, shown=self._run.leads)
 
     def _enter_from_disk(self, successor: Successor, reached: Position) -> None:
         assert self._durable is not None

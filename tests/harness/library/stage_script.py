@@ -77,6 +77,8 @@ def main() -> None:
         for epoch in range(loader.epoch, EPOCHS):
             for x, y in loader:
                 with world.step():
+                    if not world.steps:
+                        print(f"drawn {torch.rand(()).item()}", flush=True)
                     if f"{world.generation}:{epoch}:{loader.step}:{member}" in deaths:
                         os.kill(os.getpid(), signal.SIGKILL)
                     loss_of(model, x, y).backward()

@@ -41,6 +41,7 @@ from tests.harness.processes.fault_runs import (
 )
 
 KINDS = ("worker", "server", "only-server", "launcher", "meeting-place", "server-and-worker")
+MODES = ("0", "2", "async")
 WORKERS = 3
 LONGEST_DELAY_S = 0.05  # about a step
 RECOVERY_S = 1.0
@@ -81,6 +82,13 @@ class Kill:
             victim=draw.randrange(WORKERS if kind == "worker" else 2),
             also=draw.randrange(WORKERS) if both else None,
         )
+
+    @classmethod
+    def draw_any(cls, seed: int) -> Kill:
+        """Draw a mode and a kind, too, of the kinds that need workers and servers alone."""
+        draw = random.Random(seed)
+        kind = draw.choice(("worker", "server", "only-server", "server-and-worker"))
+        return cls.draw(kind, draw.choice(MODES), seed)
 
     @property
     def servers(self) -> int:
@@ -136,7 +144,9 @@ class References:
 
     def continued(self, servers: int, start: int, workers: int, left: int) -> Mapping[str, Tensor]:
         """Return the weights of a run that continues from a step with the members that are left."""
-        resume = ("--resume", str(self.undisturbed(servers).checkpoint(start)))
+        resume: tuple[str, ...] = ()
+        if start:
+            resume = ("--resume", str(self.undisturbed(servers).checkpoint(start)))
         name = f"from-{start}-{servers}-{workers}-{left}"
         if not (self._folder / name).exists():
             self._train(name, (*served_by(left), *resume), workers)
@@ -192,8 +202,7 @@ def check(kill: Kill, folder: Path, references: References) -> Outcome:
     if kill.mode == "0":
         assert distance(weights, references.alone) < EXACT
         require_bits(run, kill, references, ended.text)
-    found = distance(weights, references.alone)
-    return Outcome(repeated_steps(run), found, seconds)
+    return Outcome(repeated_steps(run), distance(weights, references.alone), seconds)
 
 
 def require_bits(run: FaultRun, kill: Kill, references: References, text: str) -> None:

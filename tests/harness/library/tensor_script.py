@@ -1,0 +1,171 @@
+"""A script that trains two divided models, and compares its shards with plain torch on whole ones.
+
+    python -m tests.harness.library.tensor_script SYNC CASE …
+
+A case is a number of `CASES`. Each process prints the largest difference of each training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional as F
+
+import paceline
+from tests.harness.library.small_training import BATCH, SEED, copied, samples, whole_batches
+
+EPOCHS = 1
+WIDTH = 8
+HEADS = 4
+
+
+class Attention(nn.Module):
+    """Self-attention with a Linear for each projection, of as many heads as it has here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, length, WIDTH) to the same shape."""
+        parts = (self.query(hidden), self.key(hidden), self.value(hidden))
+        heads = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(*heads, is_causal=True)
+        result: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return result
+
+
+class Layer(nn.Module):
+    """Layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.before = nn.LayerNorm(WIDTH)
+        self.between = nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, length, WIDTH) to the same shape."""
+        hidden = hidden + self.attention(self.before(hidden))
+        result: Tensor = hidden + self.down(F.gelu(self.up(self.between(hidden))))
+        return result
+
+
+class Transformer(nn.Module):
+    """Classifier of sequences of 6 numbers, which are rounded to symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(16, WIDTH)
+        self.layers = nn.Sequential(Layer(), Layer())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, 6) to (batch, 3)."""
+        symbols = (4 * x).long() % 16
+        result: Tensor = self.head(self.layers(self.symbols(symbols)).mean(1))
+        return result
+
+
+def perceptron() -> nn.Module:
+    """Make a perceptron."""
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+Plan = dict[str, "str | ParallelStyle"]
+PERCEPTRON: Plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+TRANSFORMER: Plan = {
+    "symbols": "colwise_rep",
+    **{f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "layers.*.attention.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with state."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+CASES: list[tuple[Callable[[], nn.Module], Plan, Callable[[nn.Module], torch.optim.Optimizer]]] = [
+    (perceptron, PERCEPTRON, adamw),
+    (perceptron, PERCEPTRON, sgd),
+    (Transformer, TRANSFORMER, adamw),
+]
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model in float64, the same at each call."""
+    torch.manual_seed(4)
+    return make().double()
+
+
+def trained_alone(
+    make: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    """Train the whole model by plain torch on the whole batches; return its state."""
+    model = made(make)
+    optimizer = make_optimizer(model)
+    for epoch in range(EPOCHS):
+        for x, y in whole_batches(samples(), epoch):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return copied(model)
+
+
+def part_of(whole: Tensor, shard: Tensor, rank: int) -> Tensor:
+    """Return what a shard of two should have of a whole."""
+    for dim, (size, own) in enumerate(zip(whole.shape, shard.shape, strict=True)):
+        if size != own:
+            return whole.chunk(2, dim)[rank]
+    return whole
+
+
+def main() -> None:
+    """Train some cases, one world each, as one process."""
+    way, *cases = sys.argv[1:]
+    for make, plan, make_optimizer in (CASES[int(case)] for case in cases):
+        with paceline.join(seed=SEED, timeout=30, mesh={"tensor": 2}) as world:
+            model = made(make)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(world.rank)  # must not matter: rank 0's are broadcast
+            whole = sum(p.numel() for p in model.parameters())
+            paceline.tensor_parallel(model, world, plan)
+            optimizer = make_optimizer(model)
+            paceline.parallelize(model, optimizer, world, sync=way)
+            loader = paceline.loader(samples(), BATCH, world)
+            for _ in range(EPOCHS):
+                for x, y in loader:
+                    with world.step():
+                        F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            shards = copied(model)
+            rank = world.coordinate("tensor")
+        expected = trained_alone(make, make_optimizer)
+        assert expected.keys() == shards.keys()
+        parts = {name: part_of(expected[name], shard, rank) for name, shard in shards.items()}
+        far = max((shards[name] - part).abs().max().item() for name, part in parts.items())
+        share = sum(shard.numel() for shard in shards.values()) / whole
+        print(f"{make.__name__} {make_optimizer.__name__}: {share:.2f}, {far:.1e} off", flush=True)
+
+
+if __name__ == "__main__":
+    main()
