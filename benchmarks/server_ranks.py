@@ -76,7 +76,9 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
-        return x.clone()
+        # As any layer, it reads its weights: Paceline lets it wait for them there, and for those of
+        # later layers not yet.
+        return x + weight[0]
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -94,7 +96,7 @@ class Layer(nn.Module):
         self.gradient = torch.randn(numel, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x."""
+        """Return x and a weight."""
         made: Tensor = _Made.apply(x, self.weight, self.gradient)
         return made
 

@@ -151,6 +151,7 @@ class ProcessGroupCommunicator:
             ) from error
         # NCCL connects now, and not while something runs on the GPU. Of Gloo's ranks, one that
         # closes at once would fail those that are still connecting.
+        self._connected = len(self._connections())  # a wait looks at it
         self.all_reduce(torch.ones(1, device=device)).wait("the first sum of all ranks")
         # Gloo doesn't end each wait whose peer has closed: a connection that is missing ends it.
         self._connected = len(self._connections())

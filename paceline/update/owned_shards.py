@@ -167,6 +167,16 @@ class OwnedShards:
         self._sub_optimizers[index].step(given)
         self.read(index, memory)
 
+    def allocate(self, index: int) -> None:
+        """Allocate the memory of a bucket's parameters again, after `release`."""
+        for fragment in self.fragments[index]:
+            fragment.values.untyped_storage().resize_(fragment.values.nbytes)
+
+    def release(self, index: int) -> None:
+        """Release the memory of a bucket's parameters, which have been read, until `allocate`."""
+        for fragment in self.fragments[index]:
+            fragment.values.untyped_storage().resize_(0)
+
     @torch.no_grad()
     def read(self, index: int, memory: Tensor) -> None:
         """Write the parameters of a bucket's shard to memory, (values,)."""

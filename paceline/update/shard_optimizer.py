@@ -57,6 +57,7 @@ class ShardOptimizer(DividedOptimizer):
         self._memory[index] = memory
         self._shards.add(index, bucket.names, lengths, shard, memory)
         self._shards.optimize(index, self._optimizer, bucket.param_group)
+        self._shards.release(index)
 
     def _take(self, state: Mapping[Tensor, Any]) -> None:
         for index, fragments in self._shards.fragments.items():
@@ -92,12 +93,15 @@ class ShardOptimizer(DividedOptimizer):
             used: (parameters,), 0 where no rank used one, if the gradients are the sums.
             given: gradients to use in place of the sums, one a fragment.
         """
+        # The model has the parameters: a copy is there during the update only.
+        self._shards.allocate(index)
         with torch.no_grad():
             for fragment in self._shards.fragments[index]:
                 # Anew in each step: a script may have written the parameter since the last one.
                 p = self._buckets[index].parameters[fragment.range.index]
                 fragment.values.copy_(flat_of(p)[fragment.range.start : fragment.range.stop])
         self._shards.update(index, self._memory[index], used, given)
+        self._shards.release(index)
 
     def local(self) -> Ranges:
         """Return this rank's shards of the state: (start, stop, state) of each parameter."""

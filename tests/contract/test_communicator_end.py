@@ -283,6 +283,7 @@ def test_no_rank_is_connected_before_all_are(monkeypatch: pytest.MonkeyPatch) ->
         )
 
     monkeypatch.setattr(process_group, "_gloo", connect_late)
+    monkeypatch.setattr(process_group, "_LOOK_S", 0.05)  # rank 0 looks at connections meanwhile
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(communicator, rank) for rank in range(2)]
         assert arrived.wait(30)

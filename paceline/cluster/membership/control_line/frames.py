@@ -124,7 +124,8 @@ class FrameReader:
             return [Frame(kind, body, b"")]
         if self._bulk_frame is not None:
             raise InvalidFrame("a frame with bulk bytes begins inside another")
-        self._bulk_frame = Frame(kind, body, bytearray())
+        # At once: to grow it takes twice the memory, and leaves holes in the allocator's.
+        self._bulk_frame = Frame(kind, body, bytearray(self._bulk_size))
         self._bulk_left = self._bulk_size
         return []
 
@@ -132,7 +133,9 @@ class FrameReader:
         frame = self._bulk_frame
         assert frame is not None
         assert isinstance(frame.bulk, bytearray)
-        frame.bulk.extend(part)
+        start = len(frame.bulk) - self._bulk_left
+        with memoryview(frame.bulk) as bulk:
+            bulk[start : start + len(part)] = part
         self._chunk_left -= len(part)
         self._bulk_left -= len(part)
         if self._bulk_left:
