@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paceline
 from paceline import ConfigError, World
+from paceline.parallel import dividing
 from paceline.parallel.plans import read_plan
 
 
@@ -106,3 +115,33 @@ def test_a_model_of_one_tensor_rank_stays_whole(world: World) -> None:
     kind = type(model[0])
     assert paceline.tensor_parallel(model, world, {"0": "colwise"}) is model
     assert type(model[0]) is kind
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of two ranks, of which the other one never answers."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_tied_weights_that_a_plan_separates(mesh: Any) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    tied = dividing._names(model)
+    dividing._require_tied(model, tied)
+    parallelize_module(model, mesh, {"0": RowwiseParallel()}, src_data_rank=None)
+    with pytest.raises(ConfigError, match=r"^0\.weight and 1\.weight are one parameter"):
+        dividing._require_tied(model, tied)
+
+
+@pytest.mark.parametrize(("width", "fits"), [(6, True), (5, False)])
+def test_a_width_that_the_ranks_do_not_divide(mesh: Any, width: int, fits: bool) -> None:
+    model = nn.Linear(4, width)
+    parallelize_module(model, mesh, ColwiseParallel(), src_data_rank=None)
+    weight = model.weight
+    assert isinstance(weight, DTensor)
+    with (
+        nullcontext() if fits else pytest.raises(ConfigError, match=r"\(5, 4\), of which 2 tensor")
+    ):
+        dividing._require_even("0.weight", weight, 2)
