@@ -276,6 +276,11 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: 
                 "model.parameters(), after moving or changing the model."
             )
         refuse_other_stages(models, model_parameters, optimizer)
+        if any(getattr(p, "paceline_divided", False) for g in groups for p in g["params"]):
+            raise ConfigError(
+                "the optimizer has parameters that paceline.tensor_parallel() has divided since: "
+                "create it with model.parameters() afterwards."
+            )
 
 
 def refuse_other_stages(

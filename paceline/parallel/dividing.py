@@ -13,7 +13,7 @@ from paceline.comm.communicator import broadcast_all
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.parallel.plans import Plan, read_plan
-from paceline.parallel.shards import keep_shards
+from paceline.parallel.shards import keep_shards, let_clip
 from paceline.parallel.tensor_group import AXIS, tensor_mesh
 
 
@@ -37,12 +37,17 @@ def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) ->
     tensors = [*chain(model.parameters(), model.buffers())]
     broadcast_all(run.context.group(AXIS, "steps"), tensors, "the broadcast to tensor ranks")
     tied = _names(model)
+    wholes = [*model.parameters()]
     parallelize_module(model, tensor_mesh(run, begun), styles, src_data_rank=None)
     _require_tied(model, tied)
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             _require_even(name, p, size)
     keep_shards(model)
+    shards = {*model.parameters()}
+    for p in wholes:
+        setattr(p, "paceline_divided", p not in shards)  # an earlier optimizer has it  # noqa: B010
+    let_clip(model, run)
 
 
 def _names(model: nn.Module) -> list[list[str]]:

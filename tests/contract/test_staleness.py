@@ -41,12 +41,16 @@ def test_leads_reach_the_staleness_and_each_push_counts_once(
     check(Schedule.draw(first + number, disturbed=disturbed))
 
 
-def test_running_statistics_are_the_mean_once_a_worker_settles() -> None:
-    served = Served(2, staleness=2)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["bounded", "asynchronous"])
+def test_running_statistics_are_the_mean_once_the_workers_settle(*, asynchronous: bool) -> None:
+    bounded = Served(2, staleness=2)
 
     def work(c: Communicator) -> tuple[Tensor, Tensor]:
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        served = bounded
+        if asynchronous:
+            served = Served(2, staleness=None, mean=partial(workers_mean, c))
         replica = replicate(model, optimizer, c, 10**9, served)
         own = torch.zeros(4, dtype=torch.float64)
         for step in range(5):
@@ -56,7 +60,7 @@ def test_running_statistics_are_the_mean_once_a_worker_settles() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             own = 0.9 * own + 0.1 * x[0]
-        replica.settle()
+        replica.settle(Weights.MERGED)
         mean = model[0].running_mean.clone()  # type: ignore[union-attr, operator]
         replica.drain()
         replica.close()

@@ -16,8 +16,9 @@ from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.recorder import NullRecorder
 from paceline.replica.trained_parameters import TrainedParameters
+from paceline.run.autotune import autotuner
 from paceline.run.autotune.autotuner import WARMUP, Autotuner, TrialSetting
-from paceline.run.autotune.trials import steps_of_trials
+from paceline.run.autotune.trials import Outcome, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
 from paceline.wiring.candidates import candidates_of
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -175,6 +176,29 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     again = run.start(1)
     assert again == [[chosen], [chosen]]
     assert re.search(r"reused from this run's earlier start \(exchange\.toml\)\.$", run.notes[1])
+
+
+@dataclass
+class GivenTrials:
+    """Trials that are over in their first step."""
+
+    outcome: Outcome
+
+    def begin(self) -> int:
+        return self.outcome.chosen
+
+
+def test_a_choice_that_is_not_the_fastest_is_told_with_the_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcome = Outcome(chosen=1, seconds={0: 0.0985, 1: 0.1}, noise=0.034)
+    monkeypatch.setattr(autotuner, "Trials", lambda count, run: GivenTrials(outcome))
+    run = Run()
+    run.start(1)
+    assert run.notes == [
+        "exchange: allreduce, 8 MB buckets: 100 ms per step; notified 16 MB 98.5 (differences "
+        "below 3.4% are treated as noise). Pin this choice with --sync allreduce --bucket_mb 8."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ import paceline
 from tests.harness.library.small_training import BATCH, SEED, copied, samples, whole_batches
 
 EPOCHS = 1
+CLIP = 0.3
 WIDTH = 8
 HEADS = 4
 
@@ -124,6 +126,7 @@ def trained_alone(
     for epoch in range(EPOCHS):
         for x, y in whole_batches(samples(), epoch):
             F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
     return copied(model)
@@ -147,14 +150,20 @@ def main() -> None:
                 for p in model.parameters():
                     p.add_(world.rank)  # must not matter: rank 0's are broadcast
             whole = sum(p.numel() for p in model.parameters())
+            early = make_optimizer(model)
             paceline.tensor_parallel(model, world, plan)
             optimizer = make_optimizer(model)
+            with suppress(paceline.ConfigError):
+                paceline.parallelize(model, early, world, sync=way)
+                raise AssertionError("an optimizer of the whole model was taken")
             paceline.parallelize(model, optimizer, world, sync=way)
             loader = paceline.loader(samples(), BATCH, world)
             for _ in range(EPOCHS):
                 for x, y in loader:
                     with world.step():
                         F.cross_entropy(model(x), y).backward()
+                        world.reduce()
+                        model.clip_grad_norm_(CLIP)  # type: ignore[operator]
                         optimizer.step()
                         optimizer.zero_grad()
             shards = copied(model)
