@@ -46,6 +46,8 @@ WORKERS = 3
 LONGEST_DELAY_S = 0.05  # about a step
 RECOVERY_S = 1.0
 BUCKETS = ("--bucket_mb", "0.01")
+# Below a run's limit: a worker that is killed while Gloo connects delays the others for so long.
+_TIMEOUT = ("--timeout", "30")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def check(kill: Kill, folder: Path, references: References) -> Outcome:
         store: tuple[str, ...] = ()
         if kill.kind == "meeting-place":
             store = ("--redis_url", meeting_place.enter_context(redis_server()))
-        words = (*served_by(kill.servers), "--staleness", kill.mode, *store)
+        words = (*served_by(kill.servers), "--staleness", kill.mode, *_TIMEOUT, *store)
         run = FaultRun(folder, *words, machines=(WORKERS,))
         run.reach(kill.step)
         processes = [*run.workers(), *run.servers()]
