@@ -24,3 +24,13 @@ def test_divided_models_train_as_whole_ones(
     assert all(float(far) < EXACT for far in found), ended.text
     shares = [float(share) for share in re.findall(r": (\d\.\d\d),", ended.text)]
     assert max(shares) < 0.6, ended.text  # of the whole model
+
+
+def test_a_replica_that_loses_a_tensor_rank_leaves_and_the_other_continues(tmp_path: Path) -> None:
+    ended = run("paceline", *SCRIPT, "notified-kill", "2", folder=tmp_path, ranks=4)
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    assert ended.text.count(". 2 processes continue from step ") == 1
+    found = re.findall(r"(\S+) off", ended.text)
+    assert len(found) == 2, ended.text
+    assert all(float(far) < EXACT for far in found), ended.text

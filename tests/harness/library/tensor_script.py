@@ -1,12 +1,15 @@
 """A script that trains two divided models, and compares its shards with plain torch on whole ones.
 
-    python -m tests.harness.library.tensor_script SYNC CASE …
+    python -m tests.harness.library.tensor_script SYNC[-kill] CASE …
 
-A case is a number of `CASES`. Each process prints the largest difference of each training.
+A case is a number of `CASES`. With "-kill", rank 3 kills itself in step 2.
+Each process prints the largest difference of each training.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -142,7 +145,8 @@ def part_of(whole: Tensor, shard: Tensor, rank: int) -> Tensor:
 
 def main() -> None:
     """Train some cases, one world each, as one process."""
-    way, *cases = sys.argv[1:]
+    given, *cases = sys.argv[1:]
+    way, _, kills = given.partition("-")
     for make, plan, make_optimizer in (CASES[int(case)] for case in cases):
         with paceline.join(seed=SEED, timeout=30, mesh={"tensor": 2}) as world:
             model = made(make)
@@ -161,6 +165,8 @@ def main() -> None:
             for _ in range(EPOCHS):
                 for x, y in loader:
                     with world.step():
+                        if kills and (world.generation, world.rank, loader.step) == (0, 3, 2):
+                            os.kill(os.getpid(), signal.SIGKILL)
                         F.cross_entropy(model(x), y).backward()
                         world.reduce()
                         model.clip_grad_norm_(CLIP)  # type: ignore[operator]
