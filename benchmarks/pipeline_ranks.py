@@ -349,8 +349,15 @@ def _parts(stage: Stage, schedule: str) -> dict[str, float]:
         losses=weighted if stage.last else (),
     )
     alone: Any = _NoLink()
-    ends = {"first": stage.first, "last": stage.last}
-    interpreter = Interpreter(stage.part, stage.part.parameters, alone, **ends, batch=batch)
+    interpreter = Interpreter(
+        stage.part,
+        stage.part.parameters,
+        alone,
+        first=stage.first,
+        last=stage.last,
+        recomputes=False,
+        batch=batch,
+    )
     releases = SimpleNamespace(no_sync=nullcontext)
     interpreter.run(tasks, releases, time.monotonic_ns)
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -311,8 +311,6 @@ class Steps:
         self.run.membership.poll(number + 1)
         self._send_summary(number, batch, sums)
         self._steps_alike += 1
-        if is_trim_due(self._steps_alike):
-            return_freed_memory()
 
     def abandon(self) -> None:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
@@ -535,6 +533,8 @@ class Steps:
         """Save what is due before a step, or stop; then begin the step's random streams."""
         with self.run.timeline.span("boundary"):
             self._act_on_summaries(number)
+            if self._steps_alike and is_trim_due(self._steps_alike):
+                return_freed_memory()
         word = self._seed_torch(_IN_STEP, number)
         # Python's and numpy's streams continue where `seed` has seeded them before the step:
         # unlike torch's, they take long to seed.
@@ -633,8 +633,10 @@ class Steps:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
-            if summary.written and self._parts is not None and self.run.leads:
-                self._parts.confirm(summary.written)
+            if summary.written and self._parts is not None:
+                self._parts.note_complete(summary.written)
+                if self.run.leads:
+                    self._parts.confirm(summary.written)
             if self._watch is not None:
                 self._watch.check(summary.step, summary.sums)
 

@@ -63,7 +63,7 @@ from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import FOLDER, Checkpoints
+from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_parts import CheckpointParts, part_names
 from paceline.state.checkpoint_writer import CheckpointWriter, WrittenFiles
 from paceline.timeline.trace import Trace
@@ -430,13 +430,15 @@ class Session:
         context = self.run.context
         keep = self.output.keep_checkpoints
         part = own_part_name(context)
+        checkpoints = Checkpoints(folder, keep)
         if part:
             parts = part_names(context.mesh.lengths)
-            files = self._parts = CheckpointParts(folder / FOLDER, keep, parts, files)
-            keep = max(keep, 2)  # the newest may be one that another part lacks
+            # Rank 0 may write the index of the newest complete one later than others know of it.
+            checkpoints = Checkpoints(folder, max(keep, 2), part)
+            files = self._parts = CheckpointParts(checkpoints, keep, parts, files)
             constant = {**constant, "part": part}
         return CheckpointWriter(
-            Checkpoints(folder, keep, part),
+            checkpoints,
             constant={"config": self.identity, **constant, GIVEN: given},
             membership=self.run.membership,
             files=files,

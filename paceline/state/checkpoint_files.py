@@ -42,12 +42,17 @@ class Checkpoints:
         run: the run's folder.
         keep: number of newest checkpoints to retain.
         part: the name of the part of the model that the files have; "": they have all of it.
+
+    Attributes:
+        complete_step: the number of completed steps in the newest checkpoint that has all its
+            parts, as this member knows; later files of a part are not removed.
     """
 
     def __init__(self, run: Path, keep: int, part: str = "") -> None:
         self.folder = run / FOLDER
         self._keep = keep
         self._part = part
+        self.complete_step = 0
         self._lineage: set[Path] = set()
         self._began = False
         self._lock = threading.Lock()  # held while files are removed, or the lineage is replaced
@@ -136,7 +141,11 @@ class Checkpoints:
             lineage.add(path)
             if lineage is not self._lineage:
                 return
-            for old in sorted(lineage, key=_step_of, reverse=True)[self._keep :]:
+            # An index may name a part until all parts of a later checkpoint are written.
+            complete = [
+                one for one in lineage if not self._part or _step_of(one) <= self.complete_step
+            ]
+            for old in sorted(complete, key=_step_of, reverse=True)[self._keep :]:
                 old.unlink(missing_ok=True)
                 lineage.discard(old)
 

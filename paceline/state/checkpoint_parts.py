@@ -19,7 +19,7 @@ from typing import Self
 from paceline.atomic_write import write_atomically
 from paceline.cluster.json_record import JsonRecord
 from paceline.errors import CheckpointError, CommError
-from paceline.state.checkpoint_files import FORMAT, read_checkpoint
+from paceline.state.checkpoint_files import FORMAT, Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import Checkpoint, WrittenFiles
 from paceline.state.file_integrity import reason_of
 
@@ -71,7 +71,7 @@ class CheckpointParts:
     """Checkpoints of one member, in parts: what it has written, and as rank 0 the indexes.
 
     Args:
-        folder: of the run's checkpoints.
+        own: the files of the own part.
         keep: the number of indexes to retain.
         parts: the names of all parts.
         files: notes the indexes; None: nothing does.
@@ -82,13 +82,14 @@ class CheckpointParts:
 
     def __init__(
         self,
-        folder: Path,
+        own: Checkpoints,
         keep: int,
         parts: Sequence[str],
         files: WrittenFiles | None = None,
     ) -> None:
         self.written_steps = 0
-        self._folder = folder
+        self._own = own
+        self._folder = own.folder
         self._keep = keep
         self._parts = parts
         self._files = files
@@ -120,6 +121,10 @@ class CheckpointParts:
         except (CheckpointError, OSError):
             return False
         return bool(lineage[-1] == checkpoint.state["lineage"][-1])
+
+    def note_complete(self, step: int) -> None:
+        """Note that all parts of a checkpoint are written: older files may be removed."""
+        self._own.complete_step = step
 
     def confirm(self, step: int) -> None:
         """Write the index of a checkpoint whose parts are all written, once; as rank 0.

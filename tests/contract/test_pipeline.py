@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -281,25 +282,27 @@ def test_tied_weights_are_summed_before_their_exchange(sync: str) -> None:
 
 def test_an_evaluation_returns_the_output_on_every_stage() -> None:
     ((x, _),) = batches(7)
+    model = mlp()
 
     def run(rank: PipelineRank) -> Tensor:
-        stage = rank.cut(mlp(), F.cross_entropy, microbatches=3, cuts=["4"])
+        stage = rank.cut(model, F.cross_entropy, microbatches=3, cuts=["4"])
         output = stage.eval()(x)
         assert not output.requires_grad
         return output
 
     for output in on_ranks(run, 2):
-        torch.testing.assert_close(output, mlp()(x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(output, model(x), rtol=0, atol=1e-12)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     ((x, y),) = batches(8)
     model = Tied()
+    before = copy.deepcopy(model)
     F.cross_entropy(model(x), y % 3).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
     def run(rank: PipelineRank) -> tuple[Tensor, dict[str, Tensor]]:
-        stage = rank.cut(Tied(), F.cross_entropy, microbatches=2, cuts=["2"])
+        stage = rank.cut(before, F.cross_entropy, microbatches=2, cuts=["2"])
         optimizer = sgd([*stage.parameters()])
         replica = rank.bind(stage, optimizer, ALLREDUCE)
         replica.begin(0, 1.0)

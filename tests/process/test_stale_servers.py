@@ -99,7 +99,7 @@ def requires_bound(stale: FaultRun, ended: Result) -> None:
             for event in events(stale.run_folder, rank)
             if event["event"] == "recovery"
         ]
-        assert all(count <= int(bound) for count in again)
+        assert all(count <= int(bound) for count in again), (again, ended.text)
 
 
 @pytest.mark.timeout(300)

@@ -44,12 +44,10 @@ def test_each_owner_holds_the_bytes_of_its_tensors_and_shared_ones_count_once() 
     staging = Collectives(buckets, SingleRankCommunicator(), None)
     found = rank.owners(model, optimizer)
     assert staging.traffic
-    assert {name: found[name] for name in ("weights", "gradients", "optimizer")} == {
-        "weights": 4000,
-        "gradients": 4000,
-        "optimizer": 4000,
-    }
-    assert found["snapshots"] >= store.nbytes == 4000  # other tests may have left some
+    assert found["weights"] == found["gradients"] == 4000
+    # Other tests may have left some of what is found by its class.
+    assert found["optimizer"] >= 4000
+    assert found["snapshots"] >= store.nbytes == 4000
     assert found["staging"] >= 4004  # with the parameter's count
     # A view of the weights is no memory of its own.
     model.weight.grad = model.weight.detach().view(10, 100)

@@ -192,6 +192,14 @@ def test_files_beyond_a_generations_start_are_neither_counted_nor_removed(tmp_pa
     assert names(tmp_path) == [f"step-{step:08}.pt" for step in (7, 8, 9)]
 
 
+def test_files_of_a_part_stay_until_later_ones_have_all_parts(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, part="stage0of2")
+    for step in (1, 2, 3, 4, 5):
+        checkpoints.write(step, state(1.0))
+        checkpoints.complete_step = 3 if step == 4 else 0
+    assert names(tmp_path) == [f"step-{step:08}.stage0of2.pt" for step in (2, 3, 4, 5)]
+
+
 def test_a_file_of_an_ended_generation_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

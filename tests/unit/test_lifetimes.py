@@ -32,6 +32,7 @@ PER_GENERATION = (
     "generation/context.py",
     "generation/gathered_addresses.py",
     "generation/summaries.py",
+    "parallel/link.py",  # a pipeline makes another one for each context
     "cluster/membership/voting/",  # messages and states of one vote
 )
 
@@ -82,6 +83,8 @@ ALLOWED = {
     "errors.py PeerLost.rank": "what an error reports",
     "observe/console.py Console._world_size": "shown as the event `run` reports it",
     "observe/last_state.py LastState.generation": _READ,
+    "state/checkpoint_parts.py CheckpointIndex.generation": _READ,
+    "run/straggler.py Straggler.rank": _STATUS,
     "observe/loss_history.py LossHistory._newest": "what an event reported",
     "observe/ledger/faults.py Fault.generation": _READ,
     "observe/ledger/history.py GenerationRecords.members": _READ,

@@ -163,7 +163,9 @@ class StepPredictor:
         same = seen is not None and seen.fingerprint == replica.trained().fingerprint
         if same and profile is not None and seen is not None and profile.nbytes:
             seconds = [predicted_seconds(c, profile, seen, traffic) for c in self._candidates]
-            if self._proposal is not None and not profile.reduces:  # stale workers can't reduce
+            several = context.world.size > 1
+            # Stale workers can't reduce.
+            if self._proposal is not None and several and not profile.reduces:
                 self._proposal.port_ms = 1000 * profile.nbytes * traffic.by_server
             if len(traffic.workers_per_machine) > 1:
                 self._note(seconds, profile, seen, traffic)

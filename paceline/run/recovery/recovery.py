@@ -228,11 +228,11 @@ class Recovery:
     def _bound(self, start: int) -> str:
         """Return how many steps are trained again at most, where workers were in different steps.
 
-        No worker leads this one by more than the staleness.
+        A worker that leads this one by the staleness, and has completed its step, waits there.
         """
-        lead = self._run.context.summaries.lag - 1
-        steps = self._position.number + lead - start
-        return f"; at most {many(steps, 'step')} are trained again" if lead > 0 else ""
+        lag = self._run.context.summaries.lag
+        steps = self._position.number + lag - start
+        return f"; at most {many(steps, 'step')} are trained again" if lag > 1 else ""
 
     def _enter(self, successor: Successor, start: SnapshotName, *, unchanged: bool) -> None:
         group = successor.group
