@@ -140,8 +140,7 @@ def test_the_smaller_machine_continues_alone_where_a_folder_is_the_witness(
     pair: Switch, tmp_path: Path
 ) -> None:
     with started(tmp_path, pair, *FOLDER, *SHARDED, workers=(2, 1)) as run:
-        for process in run.processes(0):
-            process.kill()
+        run.kill(0)
         run.release()
         lost, ended = run.wait(0), run.wait(1)
     assert "The run continues after the loss of any one of its machines." in lost.text
@@ -157,8 +156,7 @@ def test_without_a_witness_the_run_stops_with_the_casting_machine_and_resumes(
     with started(tmp_path, pair, *master(pair), *ALLREDUCE, workers=(1, 1)) as run:
         assert run.checkpoints(1) == set()
         before = run.contents(1)
-        for process in run.processes(0):
-            process.kill()
+        run.kill(0)
         run.release()
         lost, ended = run.wait(0), run.wait(1)
         assert casting(pair, 0) in lost.text

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -104,6 +105,12 @@ class MachineRun:
         if supervised:
             return [process for process in found if WORKER_VARIABLE in environment_of(process)]
         return found
+
+    def kill(self, machine: int) -> None:
+        """Kill all processes of a machine; some end by themselves once others are killed."""
+        for process in self.processes(machine):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def stand_still(self) -> None:
         """Wait until no machine has recorded anything for a while."""
