@@ -116,7 +116,8 @@ def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[
     children = {}
     order = dict.fromkeys(path.removeprefix(prefix).partition(".")[0] for path in paths)
     for name in order:
-        child, path = model._modules[name], f"{prefix}{name}"
+        child = model._modules[name]
+        path = f"{prefix}{name}"
         inside = [one for one in paths if is_inside(one, path)]
         if inside != [*_paths(child, path)]:
             assert child is not None

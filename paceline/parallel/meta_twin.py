@@ -91,9 +91,10 @@ class MetaTwin:
                 return found
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 raise ConfigError(
-                    "the model can't run on the meta device, where the shapes between its stages "
-                    f"are computed: {str(error).splitlines()[0]}; use operations whose results' "
-                    "shapes follow from shapes alone."
+                    f"the model can't run on a batch of shape {x.shape} on the meta device, where "
+                    f"the shapes between its stages are computed: {str(error).splitlines()[0]}; "
+                    "give a batch that the model takes, and use operations whose results' shapes "
+                    "follow from shapes alone."
                 ) from error
 
     def _trace(self, value: Tensor) -> list[Any]:

@@ -38,7 +38,7 @@ def tensor_mesh(run: Run, begun: Callable[[], bool]) -> DeviceMesh:
     """Return torch's mesh of the ranks along the axis "tensor"; collective.
 
     Args:
-        begun: whether the first step has ended, so that the shorter timeout holds.
+        begun: whether the first step has begun; the shorter timeout holds from then on.
     """
     run.open(AXIS, PURPOSE)
     line = run.context.along(AXIS)
