@@ -65,7 +65,6 @@ class SamplePosition:
         self.begun = self.several = False
         self.measured = self.must_divide = False
         self._trained: BatchSlice | None = None  # by the last step, if another may train it too
-        self._saved = False  # since the last step
         self._run = run
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
@@ -104,10 +103,6 @@ class SamplePosition:
     def repeats(self) -> bool:
         """Whether the next step trains the batch of the last one too."""
         return self.several and not self.waiting and self._trained is not None
-
-    def note_saved(self) -> None:
-        """Note that the present state is saved: a resumed run begins with the next batch."""
-        self._saved = True
 
     def discard_waiting(self) -> None:
         """Forget the slices that no step has trained, and the last one that a step has."""
@@ -342,7 +337,6 @@ class SamplePosition:
             self._taken = self._next_taken
         self.waiting.clear()
         self._trained = trained
-        self._saved = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -365,12 +359,6 @@ class SamplePosition:
     def _repeated(self, samples: int | None, weight: float | None) -> BatchSlice:
         """Return the last step's slice, which another model's step trains too."""
         assert self._trained is not None
-        if self._saved:
-            raise ConfigError(
-                "world.checkpoint() was called between two steps of one batch, so a resumed run "
-                "would leave out the second one: call it before the first step of a batch, or "
-                "after its last."
-            )
         return self._weighted(self._trained, samples, weight)
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:

@@ -129,6 +129,7 @@ class ScriptLoop:
             ),
         )
         self._repeats = False  # the active step trains the batch of the last one too
+        self._requested_at = (-1, -1)  # the generation and steps done when a save was requested
 
     @property
     def steps(self) -> Steps | None:
@@ -227,6 +228,8 @@ class ScriptLoop:
 
     def _begin_step(self, steps: Steps, samples: int | None, weight: float | None) -> _BegunStep:
         self._repeats = self._position.repeats
+        if not self._repeats:
+            self._save_requested(steps)
         batch_slice, earlier = self._position.next_slice(samples, weight)
         self._fix_meters(steps)
         if not self.begun:
@@ -309,6 +312,30 @@ class ScriptLoop:
                 "training inside world.step()."
             )
         self._reported_written |= written
+
+    def save(self, steps: Steps) -> None:
+        """Save a checkpoint: in a loop over the loader, where the next step begins or it ends.
+
+        There the script may still change what the file has, by a scheduler's step, say. A run that
+        went on from a file without that change wouldn't repeat it.
+
+        Raises:
+            CommError: a peer is lost or silent.
+            CheckpointError: an earlier checkpoint couldn't be written.
+        """
+        self._requested_at = self._present
+        if not self._position.iterating:
+            self._save_requested(steps)
+
+    def _save_requested(self, steps: Steps) -> None:
+        """Save what is requested; after a loss nothing is, and ranks may differ in what was."""
+        if self._requested_at == self._present:
+            self._requested_at = (-1, -1)
+            steps.save(together=False)
+
+    @property
+    def _present(self) -> tuple[int, int]:
+        return self._run.context.world.generation.number, self._position.position.number
 
     def begin_epoch(self) -> int:
         """End the epoch of the loader's last iteration; return the first step of the next one.
@@ -419,6 +446,7 @@ class ScriptLoop:
             while self.rollback.reach(Place.EPOCH_END):
                 try:
                     self._require_all_ranks(_EPOCH_END)
+                    self._save_requested(steps)
                     steps.end_steps()
                     if self.rollback.possible:
                         steps.take_snapshot()

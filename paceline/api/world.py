@@ -390,14 +390,16 @@ class World:
         self._run.recorder.event("log", step=self._loop.step_number, values=numbers)
 
     def checkpoint(self) -> None:
-        """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
+        """Save a checkpoint, in the background. All ranks call it; rank 0 writes.
 
         Rank 0 alone may call it, unless ranks have state of their own to contribute: with a lossy
         wire, with update="sharded", with sync="average", or with a mesh that divides the model.
 
-        Call it where the next step could begin: a resumed run repeats what comes before that step.
-        Where a peer is lost, and the loop continues without it, nothing is saved: the loop goes
-        back.
+        In a loop over the loader the file is made where the next step begins, or where the loop
+        ends: it has what the script does until then, such as a scheduler's step. Elsewhere it is
+        made at once: call it where the next step could begin, because a resumed run doesn't repeat
+        what comes before. Where a peer is lost, and the loop continues without it, nothing is
+        saved: the loop goes back.
 
         Raises:
             ConfigError: there is no run folder, a step is active, or another rank makes another
@@ -421,10 +423,9 @@ class World:
                     context = self._run.context
                     with context.activities.call(call):
                         require_same_call(context.group("data", "steps"), call, "", what)
-                steps.save(together=False)
+                self._loop.save(steps)
             except CommError as error:
-                return self._loop.lose_between_steps(error)
-            self._position.note_saved()
+                self._loop.lose_between_steps(error)
 
     def close(self) -> None:
         """End the world after its last step; save what isn't saved yet.

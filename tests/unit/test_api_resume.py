@@ -218,6 +218,39 @@ def test_a_checkpoint_on_demand_is_what_a_run_goes_on_from(tmp_path: Path) -> No
         assert (world.steps, world.epoch, world.generation) == (3, 0, 1)
 
 
+def test_a_checkpoint_within_the_loop_has_what_the_script_does_before_the_next_step(
+    tmp_path: Path,
+) -> None:
+    def train(run: Path | None, die_before: int = -1) -> dict[str, Tensor]:
+        with paceline.join(run) as world:
+            model = network()
+            optimizer = sgd(model)
+            paceline.parallelize(model, optimizer, world)
+            schedule = step_lr(optimizer)
+            world.track(schedule)
+            loader = paceline.loader(samples(), BATCH, world)
+            for _ in range(loader.epoch, 2):
+                for x, y in loader:
+                    if world.steps == die_before:
+                        raise Killed
+                    with world.step():
+                        loss_of(model, x, y).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if run is not None and world.steps in (3, STEPS):
+                        world.checkpoint()
+                    schedule.step()
+            return copied(model)
+
+    state = train(None)
+    for die_before, saved in ((4, 3), (STEPS + 1, STEPS)):
+        run = tmp_path / str(die_before)
+        with pytest.raises(Killed):
+            train(run, die_before)
+        assert (run / f"checkpoints/step-{saved:08}.pt").exists()
+        assert_equal(train(run), state)
+
+
 def test_what_a_killed_writer_left_half_done_is_removed(tmp_path: Path) -> None:
     killed(tmp_path / "run", 3, checkpoint_steps=2)
     half = tmp_path / "run/checkpoints/.step-00000003.pt.part"

@@ -124,13 +124,23 @@ def test_a_resumed_script_with_fewer_models_is_refused(tmp_path: Path) -> None:
                     pass
 
 
-def test_a_checkpoint_between_the_blocks_of_a_batch_is_refused(tmp_path: Path) -> None:
-    def act(world: World, name: str) -> None:
-        if name == "between":
-            world.checkpoint()
+def test_a_checkpoint_between_the_blocks_of_a_batch_is_made_after_the_last(tmp_path: Path) -> None:
+    gan = Gan(blocks=2)
+    expected, state = train_in(None, gan)
 
-    with pytest.raises(ConfigError, match=r"between two steps of one batch.*before the first step"):
-        train_in(tmp_path / "run", Gan(blocks=2), act)
+    def act(world: World, name: str) -> None:
+        if (world.steps, name) == (4, "between"):
+            world.checkpoint()
+        if (world.steps, name) == (6, "backward"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_in(tmp_path / "run", gan, act, keep_checkpoints=9)
+    files = [path.name for path in (tmp_path / "run/checkpoints").glob("step-*.pt")]
+    assert "step-00000004.pt" in files
+    losses, resumed = train_in(tmp_path / "run", gan)
+    assert losses == {number: expected[number] for number in losses}
+    assert all(torch.equal(value, resumed[key]) for key, value in state.items())
 
 
 def test_a_second_block_of_one_model_is_refused(tmp_path: Path) -> None:
