@@ -19,6 +19,7 @@ from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.schedules import make_schedule
 from paceline.parallel.stage import Stage
 from paceline.parallel.tied import TiedWeights
+from paceline.parallel.whole_norm import count_once
 
 BATCH_NORM = (
     "the model has BatchNorm: in a pipeline its statistics are those of each microbatch, as in one "
@@ -94,6 +95,8 @@ def cut_model(
         stage._parameters.update(model._parameters)
         stage._buffers.update(model._buffers)
         stage._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    if group.size > 1:
+        count_once(stage, run, "stage", tied.counted)
     return stage.train(model.training)
 
 
