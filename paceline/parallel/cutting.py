@@ -21,6 +21,7 @@ from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.schedules import make_schedule
 from paceline.parallel.stage import Stage
 from paceline.parallel.tied import TiedWeights, tied_weights
+from paceline.parallel.whole_norm import count_once
 
 BATCH_NORM = (
     "the model has BatchNorm: in a pipeline its statistics are those of each microbatch, as in one "
@@ -77,12 +78,13 @@ def cut_model(
     left = {name: child for name, child in model._modules.items() if name not in used}
     parts[0].update(left)
     modules = [[m for m in part.values() if m is not None] for part in parts]
-    shared = tied_weights(modules)
     if any(tensor.is_meta for tensor in tensors_of(model)):
-        own = [*chain.from_iterable(map(tensors_of, modules[group.rank])), *shared]
+        own = [*chain.from_iterable(map(tensors_of, modules[group.rank]))]
+        own += tied_weights(modules)  # to broadcast them, as any
         if group.rank == 0:
             own += [*model.parameters(recurse=False), *model.buffers(recurse=False)]
         materialize(model, own, run.context.device)
+    tied = TiedWeights(modules, group.rank)
     if shared := tied_weights(modules):
         operation = "the broadcast of tied weights"
         broadcast_all(run.context.group("stage", "steps"), [*shared], operation)
@@ -93,7 +95,7 @@ def cut_model(
         run=run,
         releases=releases,
         twin=twin,
-        tied=TiedWeights(modules, group.rank),
+        tied=tied,
         schedule=tasks,
         microbatches=microbatches,
         loss=loss,
@@ -104,6 +106,8 @@ def cut_model(
         stage._parameters.update(model._parameters)
         stage._buffers.update(model._buffers)
         stage._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    if group.size > 1:
+        count_once(stage, run, "stage", tied.counted)
     return stage.train(model.training)
 
 

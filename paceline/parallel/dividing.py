@@ -13,8 +13,9 @@ from paceline.comm.communicator import broadcast_all
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.parallel.plans import Plan, read_plan
-from paceline.parallel.shards import keep_shards, let_clip
+from paceline.parallel.shards import divided_parameters, keep_shards
 from paceline.parallel.tensor_group import AXIS, tensor_mesh
+from paceline.parallel.whole_norm import count_once
 
 
 def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) -> None:
@@ -47,7 +48,9 @@ def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) ->
     shards = {*model.parameters()}
     for p in wholes:
         setattr(p, "paceline_divided", p not in shards)  # an earlier optimizer has it  # noqa: B010
-    let_clip(model, run)
+    replicated = shards.difference(divided_parameters(model))
+    first = run.context.along(AXIS).rank == 0
+    count_once(model, run, AXIS, () if first else replicated)
 
 
 def _names(model: nn.Module) -> list[list[str]]:

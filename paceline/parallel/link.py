@@ -7,7 +7,8 @@
     put(room 0, activation 3)  ───────────▶  take 2
 
 and so gradients the other way. Each direction has two rooms in the receiver's window, of which a
-sender writes one while the receiver reads the other. What travels is counted, over all batches.
+sender writes one while the receiver reads the other. A room begins with the dtypes of what is in
+it: `torch.autocast` may have changed the agreed ones. What travels is counted, over all batches.
 The loss and the sums of tied weights have rooms without an acknowledgement: a stage takes them
 before it begins the next batch, without which no other stage can end that batch.
 """
@@ -24,10 +25,15 @@ from torch import Tensor
 from paceline.comm.window import Window, timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.generation.context import GenerationContext, WindowSpec
-from paceline.parallel.meta_twin import TensorSpec
+from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
 
 _ROOMS = 2
 _ALIGNED = 64  # bytes
+_HEAD = MOST_TENSORS  # bytes of a room, one for each tensor's dtype
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 # Notifications, and for the two directions those of what was taken.
 _ARRIVED = {1: 0, -1: 1}
 _TAKEN = {1: 2, -1: 3}
@@ -58,7 +64,7 @@ class StageLink:
         self._context = context
         self._ranks = group.ranks
         self._stage = group.rank
-        self._room = _aligned(room_bytes)
+        self._room = _HEAD + _aligned(room_bytes)
         self._loss_at = 2 * _ROOMS * self._room
         ends = accumulate((group.size * _aligned(size) for size in tied_bytes), initial=_ALIGNED)
         self._tied_at = [self._loss_at + end for end in ends]
@@ -84,9 +90,10 @@ class StageLink:
         self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
         with self._named(operation):
             dense = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            self._window.put(
-                self._stage + to, self._room_at(to, number), dense, _ARRIVED[to], number
-            )
+            head = torch.zeros(_HEAD, dtype=torch.uint8)
+            head[: len(dense)] = torch.tensor([_DTYPES.index(tensor.dtype) for tensor in dense])
+            room = self._room_at(to, number)
+            self._window.put(self._stage + to, room, [head, *dense], _ARRIVED[to], number)
 
     def receive(self, to: int, specs: Sequence[TensorSpec], microbatch: int) -> list[Tensor]:
         """Return the next tensors that travel in a direction, once they are here."""
@@ -96,7 +103,10 @@ class StageLink:
         operation = f"{_NAMES[to]} of microbatch {microbatch}"
         self._wait(self._stage - to, _ARRIVED[to], number, operation)
         self.waited = self._context.timeline.clock() - begin
-        tensors = self._copies(self._room_at(to, number), specs)
+        room = self._room_at(to, number)
+        dtypes = [_DTYPES[code] for code in self._window.memory[room : room + len(specs)].tolist()]
+        present = [spec._replace(dtype=dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
+        tensors = self._copies(room + _HEAD, present)
         with self._named(operation):
             self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
         return [tensor.to(self._context.device) for tensor in tensors]
