@@ -33,9 +33,8 @@ def stages(
     Create the optimizer of what is returned, and pass both to `paceline.parallelize`. In a step,
     `model.train_batch(x, y)` takes the place of forward, loss and backward, and returns the mean
     loss on every rank. `model(x)` evaluates and returns the output on every rank;
-    `model.whole_state_dict()` returns the state dict of the whole model, and
-    `model.clip_grad_norm_(…)` clips by the norm over all stages. All three are collective along the
-    stages.
+    `model.whole_state_dict()` returns the state dict of the whole model, and torch's
+    `clip_grad_norm_` clips by the norm over all stages. All three are collective along the stages.
 
     BatchNorm's statistics are those of each microbatch, as in one process that runs the same
     microbatches one after the other. A parameter that two stages have (tied weights) gets the sum

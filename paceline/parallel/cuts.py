@@ -8,7 +8,6 @@ example batch, bytes alone decide.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.parallel.blocks import Glue, run_blocks
+from paceline.parallel.materialize import real_copy
 
 _ROUNDS = 3
 
@@ -54,7 +54,7 @@ def block_costs(
         seconds = 0.0
         if example is not None:
             with torch.random.fork_rng(devices=[]):
-                seconds, value = _timed(copy.deepcopy(block), path, glue, value)
+                seconds, value = _timed(real_copy(block), path, glue, value)
         costs.append(Cost(seconds, sum(p.nbytes for p in block.parameters())))
     return costs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from paceline.generation.run import Run
 from paceline.parallel.blocks import Glue, block_paths, cut_paths, glue_of, take_part
 from paceline.parallel.cuts import best_cuts, block_costs, stage_costs
 from paceline.parallel.interpreter import Releases
+from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
 from paceline.parallel.meta_twin import MetaTwin
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.schedules import make_schedule
 from paceline.parallel.stage import Stage
-from paceline.parallel.tied import TiedWeights
+from paceline.parallel.tied import TiedWeights, tied_weights
+from paceline.parallel.whole_norm import count_once
 
 BATCH_NORM = (
     "the model has BatchNorm: in a pipeline its statistics are those of each microbatch, as in one "
@@ -56,6 +59,8 @@ def cut_model(
     paths = block_paths(model, blocks)
     glue = glue_of(model)
     _require(cuts, paths, group.size)
+    if record_resets(model) and run.leads:
+        report(RESETS)
     if cuts is None:
         first = None if example is None else example[: -(-len(example) // microbatches)]
         cuts = _choose(model, paths, glue, first, run, report) if group.size > 1 else ()
@@ -72,10 +77,17 @@ def cut_model(
     # What no block has, such as a child that doesn't run, is in the first stage's state dict.
     left = {name: child for name, child in model._modules.items() if name not in used}
     parts[0].update(left)
-    tied = TiedWeights([[m for m in part.values() if m is not None] for part in parts], group.rank)
-    if tied.parameters:
+    modules = [[m for m in part.values() if m is not None] for part in parts]
+    if any(tensor.is_meta for tensor in tensors_of(model)):
+        own = [*chain.from_iterable(map(tensors_of, modules[group.rank]))]
+        own += tied_weights(modules)  # to broadcast them, as any
+        if group.rank == 0:
+            own += [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        materialize(model, own, run.context.device)
+    tied = TiedWeights(modules, group.rank)
+    if shared := tied_weights(modules):
         operation = "the broadcast of tied weights"
-        broadcast_all(run.context.group("stage", "steps"), tied.parameters, operation)
+        broadcast_all(run.context.group("stage", "steps"), [*shared], operation)
     norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     if run.leads and next(norms, None) is not None:
         report(BATCH_NORM)
@@ -94,6 +106,8 @@ def cut_model(
         stage._parameters.update(model._parameters)
         stage._buffers.update(model._buffers)
         stage._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    if group.size > 1:
+        count_once(stage, run, "stage", tied.counted)
     return stage.train(model.training)
 
 

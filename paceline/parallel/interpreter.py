@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.parallel.divided_backward import DividedBackward
 from paceline.parallel.link import StageLink
-from paceline.parallel.meta_twin import Boundary, TensorSpec
+from paceline.parallel.meta_twin import Boundary, TensorSpec, require_fit
 from paceline.parallel.schedules import Task
 
 
@@ -128,7 +128,7 @@ class Interpreter:
             self._inputs[m] = leaves
             self._ends[m] = ends
         if not self._last:
-            self._put(1, ends, m)
+            self._put(1, ends, self._batch.behind[m].specs, m)
         else:
             self.outputs[m] = output.detach() if torch.is_grad_enabled() else output
 
@@ -173,16 +173,17 @@ class Interpreter:
     def _send_gradients(self, m: int, gradients: Sequence[Tensor | None]) -> None:
         if self._first:
             return
-        specs = self._batch.before[m].specs
-        self._put(
-            -1,
-            [
-                torch.zeros(spec.shape, dtype=spec.dtype) if gradient is None else gradient
-                for spec, gradient in zip(specs, gradients, strict=True)
-                if spec.dtype.is_floating_point
-            ],
-            m,
-        )
+        pairs = [
+            (spec, gradient)
+            for spec, gradient in zip(self._batch.before[m].specs, gradients, strict=True)
+            if spec.dtype.is_floating_point
+        ]
+        specs = [spec for spec, _ in pairs]
+        tensors = [
+            torch.zeros(spec.shape, dtype=spec.dtype) if gradient is None else gradient
+            for spec, gradient in pairs
+        ]
+        self._put(-1, tensors, specs, m)
 
     def _received(self, to: int, specs: Sequence[TensorSpec], m: int) -> list[Tensor]:
         assert self._link is not None
@@ -190,6 +191,8 @@ class Interpreter:
         self._waited += self._link.waited
         return tensors
 
-    def _put(self, to: int, tensors: Sequence[Tensor], m: int) -> None:
+    def _put(self, to: int, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], m: int) -> None:
         assert self._link is not None
+        for tensor, spec in zip(tensors, specs, strict=True):
+            require_fit(tensor, spec)
         self._link.send(to, tensors, m)

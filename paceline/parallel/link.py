@@ -7,7 +7,8 @@
     put(room 0, activation 3)  ───────────▶  take 2
 
 and so gradients the other way. Each direction has two rooms in the receiver's window, of which a
-sender writes one while the receiver reads the other. What travels is counted, over all batches.
+sender writes one while the receiver reads the other. A room begins with the dtypes of what is in
+it: `torch.autocast` may have changed the agreed ones. What travels is counted, over all batches.
 The loss and the sums of tied weights have rooms without an acknowledgement: a stage takes them
 before it begins the next batch, without which no other stage can end that batch.
 """
@@ -24,10 +25,16 @@ from torch import Tensor
 from paceline.comm.window import Window, timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.generation.context import GenerationContext, WindowSpec
-from paceline.parallel.meta_twin import TensorSpec
+from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
+from paceline.timeline.timeline import WAIT_FOR_STAGES
 
 _ROOMS = 2
 _ALIGNED = 64  # bytes
+_HEAD = MOST_TENSORS  # bytes of a room, one for each tensor's dtype
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 # Notifications, and for the two directions those of what was taken.
 _ARRIVED = {1: 0, -1: 1}
 _TAKEN = {1: 2, -1: 3}
@@ -58,7 +65,7 @@ class StageLink:
         self._context = context
         self._ranks = group.ranks
         self._stage = group.rank
-        self._room = _aligned(room_bytes)
+        self._room = _HEAD + _aligned(room_bytes)
         self._loss_at = 2 * _ROOMS * self._room
         ends = accumulate((group.size * _aligned(size) for size in tied_bytes), initial=_ALIGNED)
         self._tied_at = [self._loss_at + end for end in ends]
@@ -67,11 +74,6 @@ class StageLink:
         )
         self._sent = {1: 0, -1: 0}
         self._taken = {1: 0, -1: 0}
-        self._limit = context.limits[0]
-
-    def end_startup(self) -> None:
-        """Use the shorter timeout of later steps from now on."""
-        self._limit = self._context.limits[1]
 
     def send(self, to: int, tensors: Sequence[Tensor], microbatch: int) -> None:
         """Put tensors to the next stage (`to` is 1) or to the one before (-1).
@@ -84,9 +86,10 @@ class StageLink:
         self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
         with self._named(operation):
             dense = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            self._window.put(
-                self._stage + to, self._room_at(to, number), dense, _ARRIVED[to], number
-            )
+            head = torch.zeros(_HEAD, dtype=torch.uint8)
+            head[: len(dense)] = torch.tensor([_DTYPES.index(tensor.dtype) for tensor in dense])
+            room = self._room_at(to, number)
+            self._window.put(self._stage + to, room, [head, *dense], _ARRIVED[to], number)
 
     def receive(self, to: int, specs: Sequence[TensorSpec], microbatch: int) -> list[Tensor]:
         """Return the next tensors that travel in a direction, once they are here."""
@@ -96,7 +99,10 @@ class StageLink:
         operation = f"{_NAMES[to]} of microbatch {microbatch}"
         self._wait(self._stage - to, _ARRIVED[to], number, operation)
         self.waited = self._context.timeline.clock() - begin
-        tensors = self._copies(self._room_at(to, number), specs)
+        room = self._room_at(to, number)
+        dtypes = [_DTYPES[code] for code in self._window.memory[room : room + len(specs)].tolist()]
+        present = [spec._replace(dtype=dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
+        tensors = self._copies(room + _HEAD, present)
         with self._named(operation):
             self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
         return [tensor.to(self._context.device) for tensor in tensors]
@@ -137,7 +143,7 @@ class StageLink:
         for to, number in self._sent.items():
             if number:
                 self._wait(self._stage + to, _TAKEN[to], number, operation)
-        with self._named(operation):
+        with self._named(operation), self._context.timeline.span(WAIT_FOR_STAGES):
             for stage in range(len(self._ranks)):
                 if stage != self._stage:
                     self._window.flush(stage, limit=self._limit, operation=operation)
@@ -158,18 +164,23 @@ class StageLink:
         return copies
 
     def _wait(self, stage: int, notification: int, value: int, operation: str) -> None:
-        with self._named(operation):
+        limit = self._limit
+        with self._named(operation), self._context.timeline.span(WAIT_FOR_STAGES):
             try:
-                self._window.wait(
-                    stage, notification, value, limit=self._limit, operation=operation
-                )
+                self._window.wait(stage, notification, value, limit=limit, operation=operation)
             except CommTimeout:
                 peer = f"rank {self._ranks[stage]} (stage {stage})"
-                raise timed_out(self._context.world.rank, self._limit, peer, operation) from None
+                operation = self._context.timeline.in_step(operation)
+                raise timed_out(self._context.world.rank, limit, peer, operation) from None
+
+    @property
+    def _limit(self) -> float:
+        """The limit of a wait, in seconds."""
+        return self._context.limits[1 if self._context.started else 0]
 
     @contextmanager
     def _named(self, operation: str) -> Iterator[None]:
-        """Let a lost stage have its rank in the world, and the operation that lost it."""
+        """Let a lost stage have its rank in the world, and what lost it, with the step."""
         try:
             yield
         except PeerLost as error:
@@ -177,7 +188,7 @@ class StageLink:
             raise PeerLost(
                 rank=self._context.world.rank,
                 peer=peer,
-                operation=operation,
+                operation=self._context.timeline.in_step(operation),
                 cause=error.cause,
             ) from None
 

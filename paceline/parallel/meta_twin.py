@@ -22,6 +22,9 @@ from torch.utils._pytree import tree_map
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import Glue, run_blocks
 
+MOST_TENSORS = 64
+"""How many tensors travel from one stage to the next at most."""
+
 
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor that travels between stages."""
@@ -33,6 +36,20 @@ class TensorSpec(NamedTuple):
     def bytes(self) -> int:
         """The size of its values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def require_fit(tensor: Tensor, spec: TensorSpec) -> None:
+    """Require what the meta device has shown of a tensor; `torch.autocast` may make it smaller.
+
+    Raises:
+        ConfigError: its shape is another one, or its dtype is larger.
+    """
+    if tuple(tensor.shape) != spec.shape or tensor.dtype.itemsize > spec.dtype.itemsize:
+        raise ConfigError(
+            f"a stage returns {tensor.dtype} of shape {tuple(tensor.shape)}, but on the meta "
+            f"device it returned {spec.dtype} of shape {spec.shape}, which its receivers expect: "
+            "use operations whose results' shapes follow from shapes alone."
+        )
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,11 @@ def _boundary(value: object, stage: int) -> Boundary:
         raise ConfigError(
             f"stage {stage} returns {type(value).__name__}, but only a tensor or a tuple of "
             "tensors travels between stages: cut the model at another block, or return tensors."
+        )
+    if len(tensors) > MOST_TENSORS:
+        raise ConfigError(
+            f"stage {stage} returns {len(tensors)} tensors, but at most {MOST_TENSORS} travel "
+            "between stages: cut the model at another block, or join them."
         )
     specs = tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
     return Boundary(specs, isinstance(value, Tensor))

@@ -108,7 +108,6 @@ class Pipeline:
             return loss
         total = self._link.share_loss(loss, self._batches).to(x.device)
         self._link.settle()
-        self._link.end_startup()
         return total
 
     @torch.no_grad()

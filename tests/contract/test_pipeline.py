@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.config.world import SyncConfig
+from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock, ResNet
 from paceline.parallel.cutting import BATCH_NORM
+from paceline.parallel.meta_twin import TensorSpec, require_fit
 from tests.harness.equivalence.large_batch import largest_difference
 from tests.harness.equivalence.pipelines import (
     MakeOptimizer,
@@ -299,22 +302,52 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     model = Tied()
     before = copy.deepcopy(model)
     F.cross_entropy(model(x), y % 3).backward()
+    highest = nn.utils.get_total_norm((p.grad for p in model.parameters()), math.inf)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
-    def run(rank: PipelineRank) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(rank: PipelineRank) -> tuple[list[Tensor], dict[str, Tensor]]:
         stage = rank.cut(before, F.cross_entropy, microbatches=2, cuts=["2"])
         optimizer = sgd([*stage.parameters()])
         replica = rank.bind(stage, optimizer, ALLREDUCE)
         replica.begin(0, 1.0)
         stage.train_batch(x, y % 3)
-        replica.reduce()
-        found = stage.clip_grad_norm_(0.01)
+        gradients = [p.grad for p in stage.parameters()]
+        found = [nn.utils.get_total_norm(gradients, math.inf)]
+        found.append(nn.utils.clip_grad_norm_(stage.parameters(), 0.01))
         gradients = {name: p.grad.clone() for name, p in stage.named_parameters()}
         replica.close()
         return found, gradients
 
     for found, gradients in on_ranks(run, 2):
-        assert found.item() == pytest.approx(norm.item(), abs=1e-10)
+        assert [each.item() for each in found] == pytest.approx(
+            [highest.item(), norm.item()], abs=1e-10
+        )
         for name, gradient in gradients.items():
             whole = model.get_parameter(name).grad
             torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-10)
+
+
+def test_what_travels_has_the_dtype_that_autocast_gives_it() -> None:
+    model = mlp().float()
+    data = [(x.float(), y) for x, y in batches(12, 12)]
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with autocast:
+        losses, state = train_alone(model, F.cross_entropy, sgd, data, 4)
+
+    def run(rank: PipelineRank, schedule: str) -> Any:
+        stage = rank.cut(model, F.cross_entropy, microbatches=4, cuts=CUTS[2], schedule=schedule)
+        with autocast:
+            return train(rank, stage, sgd, data, ALLREDUCE)
+
+    for schedule in SCHEDULES:
+        for own, found in on_ranks(lambda rank, of=schedule: run(rank, of), 2):
+            assert own == pytest.approx(losses, abs=1e-6)
+            assert largest_difference(found, state) < 1e-6
+
+
+def test_what_is_not_what_the_meta_device_has_shown_is_refused() -> None:
+    spec = TensorSpec((2, 3), torch.float32)
+    require_fit(torch.zeros(2, 3, dtype=torch.bfloat16), spec)
+    for tensor in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
+        with pytest.raises(ConfigError, match="its receivers expect"):
+            require_fit(tensor, spec)
