@@ -80,6 +80,7 @@ class Pipeline:
             x: the batch, the same on all stages.
             y: its labels.
         """
+        _require_samples(_TRAINING, x=x, y=y)
         if len(x) != len(y):
             raise ConfigError(
                 f"{_TRAINING} got {len(x):,} samples and {len(y):,} labels: pass one label, or row "
@@ -114,6 +115,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
         """Return the model's output for a batch, on all stages."""
+        _require_samples(_EVALUATION, x=x)
         boundaries = self._boundaries(_EVALUATION, x)
         interpreter = self._interpreter(part, tuple, x, boundaries, ())
         tasks = [Task("forward", m) for m in range(len(boundaries))]
@@ -181,8 +183,6 @@ class Pipeline:
 
     def _boundaries(self, call: str, x: Tensor) -> list[list[Boundary]]:
         """Return what each stage returns for each microbatch; collective where the size is new."""
-        if not isinstance(x, Tensor) or not x.ndim or not len(x):
-            raise ConfigError(f"{call} got {type(x).__name__} as x: pass a tensor with samples.")
         spec = TensorSpec(tuple(x.shape), x.dtype)
         if self._context is not self.run.context:
             self._context = self.run.context
@@ -226,6 +226,16 @@ class Pipeline:
             return loss * (len(labels) / samples)
 
         return weighted
+
+
+def _require_samples(call: str, **batch: object) -> None:
+    """Require tensors with a row for each sample."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or not value.ndim or not len(value):
+            raise ConfigError(
+                f"{call} got {type(value).__name__} as {name}: pass a tensor with a row for each "
+                "sample."
+            )
 
 
 def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:

@@ -157,6 +157,13 @@ def test_stages_with_different_batches_are_refused() -> None:
         on_ranks(run, 2)
 
 
+def test_what_has_no_row_for_each_sample_is_refused() -> None:
+    x, y = BATCH
+    others: Any = [(x, [0, 1, 0, 1]), ({"x": x}, y), (x, torch.tensor(1)), (x[:0], y[:0])]
+    for batch in others:
+        assert "pass a tensor with a row for each sample" in refused(model(), batch=batch)
+
+
 def test_a_loss_that_isnt_one_number_is_refused() -> None:
     sentence = refused(model(), batch=BATCH, loss=lambda x, y: x)
     assert "loss= returned what isn't one number" in sentence
