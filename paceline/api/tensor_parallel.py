@@ -53,5 +53,5 @@ def tensor_parallel(
         require_supported_modules(model)
         from paceline.parallel.dividing import divide  # DTensors take seconds to import
 
-        divide(model, world._run, plan, lambda: world._loop.begun)
+        divide(model, world._run, plan)
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 from torch import Tensor, nn
@@ -18,14 +17,13 @@ from paceline.parallel.tensor_group import AXIS, tensor_mesh
 from paceline.parallel.whole_norm import count_once
 
 
-def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) -> None:
+def divide(model: nn.Module, run: Run, plan: Plan) -> None:
     """Divide a model's parameters, in place; collective along the axis "tensor".
 
     The values are those of the first tensor rank.
 
     Args:
         plan: as of `read_plan`.
-        begun: as of `tensor_mesh`.
 
     Raises:
         ConfigError: the plan breaks a rule, the ranks don't divide a parameter, or the plan
@@ -39,7 +37,7 @@ def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) ->
     broadcast_all(run.context.group(AXIS, "steps"), tensors, "the broadcast to tensor ranks")
     tied = _names(model)
     wholes = [*model.parameters()]
-    parallelize_module(model, tensor_mesh(run, begun), styles, src_data_rank=None)
+    parallelize_module(model, tensor_mesh(run), styles, src_data_rank=None)
     _require_tied(model, tied)
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
