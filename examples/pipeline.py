@@ -113,8 +113,7 @@ def main() -> None:
         for x, y in train:
             with world.step():
                 loss = model.train_batch(x.to(world.device), y.to(world.device))
-                world.reduce()
-                model.clip_grad_norm_(1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of all stages
                 optimizer.step()
                 optimizer.zero_grad()
         model.eval()

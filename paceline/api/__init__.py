@@ -9,6 +9,7 @@ from paceline.api.stages import stages as stages
 from paceline.api.tensor_parallel import tensor_parallel as tensor_parallel
 from paceline.api.world import World as World
 from paceline.config.server import Server as Server
+from paceline.parallel.deferred import deferred_init as deferred_init
 from paceline.update.outer.average import Average as Average
 from paceline.update.outer.bmuf import BMUF as BMUF
 from paceline.update.outer.diloco import DiLoCo as DiLoCo

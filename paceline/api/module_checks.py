@@ -45,6 +45,13 @@ def require_supported_modules(model: nn.Module) -> None:
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for key, tensor in tensors.items():
                 if tensor is not None:
+                    if tensor.is_meta:
+                        raise ConfigError(
+                            f"{path} has a {kind} {key} without values, on the meta device: pass "
+                            "the model to paceline.stages() first, which gives each stage its "
+                            "values (one process, too), or build it without "
+                            'paceline.deferred_init() and torch.device("meta").'
+                        )
                     require_whole(f"the model's {f'{name}.{key}' if name else key}", tensor)
                     _require_dense(tensor, f"{path} has a {kind} {key}")
 

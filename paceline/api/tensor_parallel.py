@@ -27,8 +27,7 @@ def tensor_parallel(
     Create the optimizer afterwards, and pass both to `paceline.parallelize`, which exchanges this
     rank's shards along the replicas. The loop doesn't change. `model.parameters()` and
     `model.state_dict()` have this rank's shards, as plain tensors; a module reads its parameters as
-    DTensors. `model.clip_grad_norm_(max_norm)`, after `world.reduce()`, clips by the whole model's
-    norm, which torch's function doesn't know.
+    DTensors. Torch's `clip_grad_norm_` clips by the whole model's norm; collective.
 
     Args:
         model: the whole model, on `world.device`. The first tensor rank's values count.
@@ -54,5 +53,5 @@ def tensor_parallel(
         require_supported_modules(model)
         from paceline.parallel.dividing import divide  # DTensors take seconds to import
 
-        divide(model, world._run, plan, lambda: world._loop.begun)
+        divide(model, world._run, plan)
     return model

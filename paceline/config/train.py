@@ -37,6 +37,7 @@ _EDITABLE = frozenset(
     {
         *("base_learning_rate", "scale_lr", "lr_policy", "warmup_epochs"),
         *("momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value", "max_loss"),
+        "param_dtype",
     }
 )
 

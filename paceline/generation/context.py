@@ -95,6 +95,7 @@ class GenerationContext:
         timeline: measures this rank's waits, and follows the windows of a traced run.
         stage: the number of this rank's stage, from 0.
         sharing: ranks that compute on one GPU, which NCCL doesn't connect; () where none do.
+        started: whether the first step has passed, and the shorter timeouts hold.
         summaries: step summaries, over all ranks; once it is open.
     """
 
@@ -117,6 +118,7 @@ class GenerationContext:
         self.timeline = timeline or Timeline()
         self.device = device
         self.sharing: Sequence[int] = ()
+        self.started = False
         self._along: dict[str, Group] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._communicators: list[Communicator] = []
@@ -234,6 +236,7 @@ class GenerationContext:
         for purpose in ("steps", *purposes):
             self.group("data", purpose).end_startup()
         self.summaries.end_startup()
+        self.started = True
 
     def keep(self, purpose: str, resource: Closable) -> None:
         """Close something with the context.

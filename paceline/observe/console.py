@@ -51,7 +51,7 @@ class Console(NullRecorder):
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data), wait_input (share of the time that steps waited for batches),
             staleness (how often parameters were read that were 0, 1, … versions behind),
-            straggler (rank, seconds, share: what `run/straggler.py` has found, or None).
+            straggler (rank, seconds, share, stage: what `run/straggler.py` has found, or None).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
         end: best (the best test accuracy, or None), best_epoch, weights (paths of the files).
@@ -231,12 +231,13 @@ def _staleness_part(counts: Sequence[int]) -> list[str]:
     return [f"staleness {', '.join(shares)}"] if shares else []
 
 
-def _straggler_part(straggler: tuple[int, float, float] | None) -> list[str]:
-    """Show which rank held others back, if one did."""
+def _straggler_part(straggler: tuple[int, float, float, int | None] | None) -> list[str]:
+    """Show which rank or stage held others back, if one did."""
     if straggler is None:
         return []
-    rank, seconds, share = straggler
-    return [f"rank {rank} held others back for {seconds:.3g} s ({share:.0%})"]
+    rank, seconds, share, stage = straggler
+    name = f"rank {rank}" if stage is None else f"stage {stage}"
+    return [f"{name} held others back for {seconds:.3g} s ({share:.0%})"]
 
 
 class MachineConsole(NullRecorder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 from torch import Tensor, nn
@@ -13,18 +12,18 @@ from paceline.comm.communicator import broadcast_all
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.parallel.plans import Plan, read_plan
-from paceline.parallel.shards import keep_shards, let_clip
+from paceline.parallel.shards import divided_parameters, keep_shards
 from paceline.parallel.tensor_group import AXIS, tensor_mesh
+from paceline.parallel.whole_norm import count_once
 
 
-def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) -> None:
+def divide(model: nn.Module, run: Run, plan: Plan) -> None:
     """Divide a model's parameters, in place; collective along the axis "tensor".
 
     The values are those of the first tensor rank.
 
     Args:
         plan: as of `read_plan`.
-        begun: as of `tensor_mesh`.
 
     Raises:
         ConfigError: the plan breaks a rule, the ranks don't divide a parameter, or the plan
@@ -38,7 +37,7 @@ def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) ->
     broadcast_all(run.context.group(AXIS, "steps"), tensors, "the broadcast to tensor ranks")
     tied = _names(model)
     wholes = [*model.parameters()]
-    parallelize_module(model, tensor_mesh(run, begun), styles, src_data_rank=None)
+    parallelize_module(model, tensor_mesh(run), styles, src_data_rank=None)
     _require_tied(model, tied)
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
@@ -47,7 +46,9 @@ def divide(model: nn.Module, run: Run, plan: Plan, begun: Callable[[], bool]) ->
     shards = {*model.parameters()}
     for p in wholes:
         setattr(p, "paceline_divided", p not in shards)  # an earlier optimizer has it  # noqa: B010
-    let_clip(model, run)
+    replicated = shards.difference(divided_parameters(model))
+    first = run.context.along(AXIS).rank == 0
+    count_once(model, run, AXIS, () if first else replicated)
 
 
 def _names(model: nn.Module) -> list[list[str]]:

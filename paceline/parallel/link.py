@@ -26,6 +26,7 @@ from paceline.comm.window import Window, timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
+from paceline.timeline.timeline import WAIT_FOR_STAGES
 
 _ROOMS = 2
 _ALIGNED = 64  # bytes
@@ -73,11 +74,6 @@ class StageLink:
         )
         self._sent = {1: 0, -1: 0}
         self._taken = {1: 0, -1: 0}
-        self._limit = context.limits[0]
-
-    def end_startup(self) -> None:
-        """Use the shorter timeout of later steps from now on."""
-        self._limit = self._context.limits[1]
 
     def send(self, to: int, tensors: Sequence[Tensor], microbatch: int) -> None:
         """Put tensors to the next stage (`to` is 1) or to the one before (-1).
@@ -147,7 +143,7 @@ class StageLink:
         for to, number in self._sent.items():
             if number:
                 self._wait(self._stage + to, _TAKEN[to], number, operation)
-        with self._named(operation):
+        with self._named(operation), self._context.timeline.span(WAIT_FOR_STAGES):
             for stage in range(len(self._ranks)):
                 if stage != self._stage:
                     self._window.flush(stage, limit=self._limit, operation=operation)
@@ -168,18 +164,23 @@ class StageLink:
         return copies
 
     def _wait(self, stage: int, notification: int, value: int, operation: str) -> None:
-        with self._named(operation):
+        limit = self._limit
+        with self._named(operation), self._context.timeline.span(WAIT_FOR_STAGES):
             try:
-                self._window.wait(
-                    stage, notification, value, limit=self._limit, operation=operation
-                )
+                self._window.wait(stage, notification, value, limit=limit, operation=operation)
             except CommTimeout:
                 peer = f"rank {self._ranks[stage]} (stage {stage})"
-                raise timed_out(self._context.world.rank, self._limit, peer, operation) from None
+                operation = self._context.timeline.in_step(operation)
+                raise timed_out(self._context.world.rank, limit, peer, operation) from None
+
+    @property
+    def _limit(self) -> float:
+        """The limit of a wait, in seconds."""
+        return self._context.limits[1 if self._context.started else 0]
 
     @contextmanager
     def _named(self, operation: str) -> Iterator[None]:
-        """Let a lost stage have its rank in the world, and the operation that lost it."""
+        """Let a lost stage have its rank in the world, and what lost it, with the step."""
         try:
             yield
         except PeerLost as error:
@@ -187,7 +188,7 @@ class StageLink:
             raise PeerLost(
                 rank=self._context.world.rank,
                 peer=peer,
-                operation=operation,
+                operation=self._context.timeline.in_step(operation),
                 cause=error.cause,
             ) from None
 

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.communicator import total
-from paceline.generation.run import Run
-
 _WHOLES = "_paceline_wholes"  # a divided module's attribute: `Whole` by the parameter's name
 
 
@@ -75,37 +72,7 @@ def keep_shards(model: nn.Module) -> None:
             module.__class__ = _reading(type(module), wholes)
 
 
-def let_clip(model: nn.Module, run: Run) -> None:
-    """Give a model of shards a method `clip_grad_norm_(max_norm)`."""
-    kind = type(model)
-
-    def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-        return _clip(model, max_norm, run)
-
-    model.__class__ = _named_like(kind, {"clip_grad_norm_": clip_grad_norm_})
-
-
-def _clip(model: nn.Module, max_norm: float, run: Run) -> Tensor:
-    """Scale gradients so that the norm of the whole model's is at most `max_norm`; collective.
-
-    Returns:
-        the norm before, as torch's function.
-    """
-    divided = {*_divided_parameters(model)}
-    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
-    squares = torch.zeros(2, dtype=torch.float64)  # of shards, and of what each rank has
-    for p, gradient in gradients.items():
-        square = torch.linalg.vector_norm(gradient).double().square()
-        squares[0 if p in divided else 1] += square.cpu()
-    communicator = run.context.group("tensor", "steps")
-    norm = (total(communicator, squares[0], "model.clip_grad_norm_()") + squares[1]).sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients.values():
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return norm
-
-
-def _divided_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+def divided_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of which the ranks have different parts."""
     for module in model.modules():
         for name, whole in getattr(type(module), _WHOLES, {}).items():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.communicator import gather_bytes, total
+from paceline.comm.communicator import gather_bytes
 from paceline.parallel.blocks import Glue, run_blocks
 from paceline.parallel.pipeline import Pipeline
 
@@ -84,7 +84,7 @@ class Stage(nn.Module):
         if not self._in_batch:
             return self._pipeline.evaluate(self._run, x)
         self._pipeline.tied.divert()
-        if not self._pipeline.recomputes:
+        if not self._pipeline.options.checkpoint_activations:
             return self._run(x)
         contexts = partial(_checkpoint_contexts, self)
         return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)
@@ -98,27 +98,6 @@ class Stage(nn.Module):
         for data in gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()"):
             found.update(torch.load(io.BytesIO(data), weights_only=True))
         return {key: found[key] for key in self._keys}
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients so that their norm over all stages is at most `max_norm`; collective.
-
-        Call it between `world.reduce()` and `optimizer.step()`.
-
-        Returns:
-            the norm of all stages' gradients before, as torch's function.
-        """
-        counted = self._pipeline.tied.counted
-        gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
-        norms = [torch.linalg.vector_norm(g) for p, g in gradients.items() if p not in counted]
-        square = torch.stack([norm.double().square() for norm in norms]).sum() if norms else None
-        own = torch.zeros((), dtype=torch.float64) if square is None else square
-        communicator = self._pipeline.run.context.group("stage", "steps")
-        norm = total(communicator, own, "model.clip_grad_norm_()").sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-        return norm
 
     def _run(self, value: Any) -> Any:
         return run_blocks({name: self._modules[name] for name in self._runs}, self._glue, value)

@@ -9,7 +9,7 @@ a wait has the communicator's limit, and a lost peer is its `CommError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 from torch.futures import Future
 
+from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
+from paceline.timeline.timeline import WAIT_FOR_LAYERS
 
 AXIS = "tensor"
 PURPOSE = "layers"  # of the communicator: exchanges within forward and backward
 _NAME = GroupName("paceline/tensor")
-_WHAT = "an exchange of tensor ranks"
 _REDUCTIONS = {"MAX": torch.amax, "MIN": torch.amin}
 
 
-def tensor_mesh(run: Run, begun: Callable[[], bool]) -> DeviceMesh:
-    """Return torch's mesh of the ranks along the axis "tensor"; collective.
-
-    Args:
-        begun: whether the first step has begun; the shorter timeout holds from then on.
-    """
+def tensor_mesh(run: Run) -> DeviceMesh:
+    """Return torch's mesh of the ranks along the axis "tensor"; collective."""
     run.open(AXIS, PURPOSE)
     line = run.context.along(AXIS)
-    group = TensorGroup(run, begun)
+    group = TensorGroup(run)
     _unregister_process_group(_NAME)  # an earlier world's
     _register_process_group(_NAME, group)
     # `from_group` would look for a default process group.
@@ -64,11 +61,10 @@ class TensorGroup(dist.ProcessGroup):
     A collective has ended when it returns.
     """
 
-    def __init__(self, run: Run, begun: Callable[[], bool]) -> None:
+    def __init__(self, run: Run) -> None:
         line = run.context.along(AXIS)
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the stub lacks it
         self._run = run
-        self._begun = begun
         self._set_group_name(_NAME)
 
     def allreduce(  # type: ignore[override]  # its overloads aren't called
@@ -129,7 +125,7 @@ class TensorGroup(dist.ProcessGroup):
     def _reduce(self, tensor: Tensor, options: Any) -> None:
         kind = "SUM" if options is None else options.reduceOp.op.name
         if kind in ("SUM", "AVG"):
-            self._communicator().all_reduce(tensor).wait(_WHAT)
+            self._wait(self._communicator().all_reduce(tensor), "sum", tensor)
             if kind == "AVG":
                 tensor.div_(self.size())
             return
@@ -143,11 +139,18 @@ class TensorGroup(dist.ProcessGroup):
         tensor.copy_(_REDUCTIONS[kind](torch.stack(values), 0))
 
     def _gather(self, own: Tensor, into: Sequence[Tensor]) -> None:
-        self._communicator().all_gather(own.contiguous(), into).wait(_WHAT)
+        self._wait(self._communicator().all_gather(own.contiguous(), into), "parts", own)
 
-    def _communicator(self) -> Any:
-        communicator = self._run.context.group(AXIS, PURPOSE)
-        if self._begun():
+    def _wait(self, ticket: Ticket, what: str, tensor: Tensor) -> None:
+        timeline = self._run.context.timeline
+        form = f"the {what} of {tensor.dtype} of shape {tuple(tensor.shape)} over tensor ranks"
+        with timeline.span(WAIT_FOR_LAYERS):
+            ticket.wait(timeline.in_step(form))
+
+    def _communicator(self) -> Communicator:
+        context = self._run.context
+        communicator = context.group(AXIS, PURPOSE)
+        if context.started:
             communicator.end_startup()
         return communicator
 

@@ -18,6 +18,19 @@ from torch import Tensor, nn
 from paceline.parallel.link import StageLink
 
 
+def tied_weights(parts: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, list[int]]:
+    """Return the parameters that several stages have, with these.
+
+    Args:
+        parts: each stage's modules.
+    """
+    having: dict[nn.Parameter, list[int]] = {}
+    for number, part in enumerate(parts):
+        for p in dict.fromkeys(p for module in part for p in module.parameters()):
+            having.setdefault(p, []).append(number)
+    return {p: stages for p, stages in having.items() if len(stages) > 1}
+
+
 class TiedWeights:
     """Tied weights of one stage.
 
@@ -31,15 +44,11 @@ class TiedWeights:
     """
 
     def __init__(self, parts: Sequence[Sequence[nn.Module]], stage: int) -> None:
-        having: dict[nn.Parameter, list[int]] = {}
-        for number, part in enumerate(parts):
-            for p in dict.fromkeys(p for module in part for p in module.parameters()):
-                having.setdefault(p, []).append(number)
-        tied = [(p, stages) for p, stages in having.items() if len(stages) > 1]
-        self.sizes = [p.nbytes for p, _ in tied]
-        self.counted = {p for p, stages in tied if stage in stages[1:]}
-        self.parameters = [p for p, _ in tied]
-        self._own = [(n, p, stages) for n, (p, stages) in enumerate(tied) if stage in stages]
+        tied = tied_weights(parts)
+        self.sizes = [p.nbytes for p in tied]
+        self.counted = {p for p, stages in tied.items() if stage in stages[1:]}
+        every = enumerate(tied.items())
+        self._own = [(n, p, stages) for n, (p, stages) in every if stage in stages]
         self._places = [
             (module._parameters, name, p)
             for module in dict.fromkeys(m for block in parts[stage] for m in block.modules())

@@ -97,7 +97,8 @@ class Steps:
     Attributes:
         position: the run's position.
         recovery: goes back and enters the next generation where a peer is lost.
-        straggler: of the last epoch, where parameters may be behind; None: there was none.
+        straggler: of the last epoch, where parameters may be behind, or among stages; None: there
+            was none.
     """
 
     def __init__(
@@ -354,7 +355,8 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
-        if self._stale:  # before the waits that follow
+        # Before the waits that follow.
+        if self._stale or self.run.context.mesh.lengths.get("stage", 1) > 1:
             measured = self.speeds is not None and self.speeds.measured
             self.straggler = self._own_times.end_epoch(measured=measured)
         with self.run.timeline.span(SETTLE):

@@ -5,6 +5,9 @@ waited for the slowest one, in all, for the difference of the own times:
 
     held back = the slowest rank's own time - the median of the others'
 
+In a pipeline a stage is slow where each of its ranks is, so the means over their ranks are compared
+in place of the ranks' times: another cut gives a stage less to compute.
+
 A rank that is slow now and then holds others back by little: they have trained on meanwhile, as far
 as staleness allows, and are slow at other times themselves.
 """
@@ -12,7 +15,7 @@ as staleness allows, and are slow at other times themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -26,17 +29,19 @@ LEAST_S = 1.0  # likewise: short epochs differ by chance
 
 
 class Straggler(NamedTuple):
-    """A rank that held others back.
+    """A rank, or a stage, that held others back.
 
     Attributes:
-        rank: the rank.
+        rank: the rank; of a stage, the first one.
         seconds: for which half of the others, or more, waited for it.
         share: of the epoch's time.
+        stage: its number; None: a rank.
     """
 
     rank: int
     seconds: float
     share: float
+    stage: int | None = None
 
 
 def straggler_of(own: Sequence[float], seconds: float) -> Straggler | None:
@@ -56,7 +61,7 @@ def straggler_of(own: Sequence[float], seconds: float) -> Straggler | None:
 
 
 class OwnTimes:
-    """Own times of the ranks in an epoch; names the straggler.
+    """Own times of the ranks, or stages, in an epoch; names the straggler.
 
     Args:
         run: the run, which gets a note of each new straggler.
@@ -94,17 +99,34 @@ class OwnTimes:
         times[:, world.rank] = torch.tensor(now, dtype=torch.float64) - torch.tensor(began)
         communicator = self._run.context.group("all", "steps")
         both = total(communicator, times, "the ranks' own times of an epoch")
-        straggler = straggler_of(both[1].tolist(), max(both[0].tolist()))
+        straggler = self._straggler_of(both[1].tolist(), max(both[0].tolist()))
         if straggler is not None and straggler.rank not in self._named:
             self._named.add(straggler.rank)
             self._run.note(self._sentence(straggler, measured=measured), shown=self._run.leads)
         return straggler
+
+    def _straggler_of(self, own: Sequence[float], seconds: float) -> Straggler | None:
+        mesh = self._run.context.mesh
+        if mesh.lengths.get("stage", 1) == 1:
+            return straggler_of(own, seconds)
+        stages = [*zip(*mesh.lines("stage"), strict=True)]  # by stage, its ranks
+        found = straggler_of([mean(own[rank] for rank in ranks) for ranks in stages], seconds)
+        return found and found._replace(rank=stages[found.rank][0], stage=found.rank)
 
     def _now(self) -> tuple[float, float]:
         timeline = self._run.timeline
         return timeline.now(), timeline.own_seconds()
 
     def _sentence(self, straggler: Straggler, *, measured: bool) -> Message:
+        if straggler.stage is not None:
+            return Message(
+                "Stage {} computes for {:.3g} s longer than the others, {:.0%} of the epoch, for "
+                "which they wait: move a cut so that it has fewer blocks, or give it a faster "
+                "machine.",
+                straggler.stage,
+                straggler.seconds,
+                straggler.share,
+            )
         hint = "staleness hides unsteady speeds only: {--shares} measured gives it fewer samples"
         return Message(
             "{} held the others back for {:.3g} s, {:.0%} of the epoch"

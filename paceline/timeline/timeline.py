@@ -23,12 +23,13 @@ from paceline.timeline.recorder_buffer import Span, TracedPut
 
 WAIT_FOR_INPUT = "wait for input"
 WAIT_FOR_LAYERS = "wait for layers"
+WAIT_FOR_STAGES = "wait for stages"
 WAIT_FOR_SUMMARY = "wait for summary"
 WAIT_AT_BARRIER = "wait at barrier"
 READS = "reads"  # count of buckets whose version may be behind
 BEHIND = "versions behind"  # the sum over these
 SETTLE = "settle"  # between steps; it has waits
-_FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_SUMMARY, WAIT_AT_BARRIER)
+_FOR_PEERS = ("wait", WAIT_FOR_LAYERS, WAIT_FOR_STAGES, WAIT_FOR_SUMMARY, WAIT_AT_BARRIER)
 _APART = frozenset(("wait", "send", "update", "snapshot", "check"))  # from the span around them
 _AROUND = frozenset(("boundary", "train"))
 _SUMMED = (*_APART, *_AROUND, *_FOR_PEERS, WAIT_FOR_INPUT, SETTLE)
@@ -72,7 +73,7 @@ class Timeline:
         self.windows: dict[int, PutEvents] = {}
         self._sums = dict.fromkeys(_SUMMED, 0)  # ns of the ended spans, by name
         self._apart = 0  # ns, of those in `_APART`
-        self._step: int | None = None  # the present one
+        self._step: int | None = None  # the present one; None: no step runs
         self._trained: int | None = None  # the step whose `train` has ended last
         self._before = dict(self._sums)  # at the last account
         self._waits: dict[object, int] = defaultdict(int)  # ns since then, by bucket
@@ -104,6 +105,10 @@ class Timeline:
     def count(self, name: str, amount: float) -> None:
         """Add to a count of the present step."""
         self._counts[name] += amount
+
+    def in_step(self, operation: str) -> str:
+        """Return the name of an operation for errors, with the present step if there is one."""
+        return operation if self._step is None else f"{operation} in step {self._step}"
 
     def now(self) -> float:
         """Return seconds of the system's monotonic clock."""
@@ -223,6 +228,8 @@ class _Span:
             timeline._sums[name] += spent - (timeline._apart - self._apart)
             if name == "train":
                 timeline._trained = timeline._step
+        elif name == "step":
+            timeline._step = None
         elif name in timeline._sums:
             timeline._sums[name] += spent
         if timeline._present is not None:

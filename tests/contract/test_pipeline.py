@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -301,22 +302,26 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     model = Tied()
     before = copy.deepcopy(model)
     F.cross_entropy(model(x), y % 3).backward()
+    highest = nn.utils.get_total_norm((p.grad for p in model.parameters()), math.inf)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
-    def run(rank: PipelineRank) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(rank: PipelineRank) -> tuple[list[Tensor], dict[str, Tensor]]:
         stage = rank.cut(before, F.cross_entropy, microbatches=2, cuts=["2"])
         optimizer = sgd([*stage.parameters()])
         replica = rank.bind(stage, optimizer, ALLREDUCE)
         replica.begin(0, 1.0)
         stage.train_batch(x, y % 3)
-        replica.reduce()
-        found = stage.clip_grad_norm_(0.01)
+        gradients = [p.grad for p in stage.parameters()]
+        found = [nn.utils.get_total_norm(gradients, math.inf)]
+        found.append(nn.utils.clip_grad_norm_(stage.parameters(), 0.01))
         gradients = {name: p.grad.clone() for name, p in stage.named_parameters()}
         replica.close()
         return found, gradients
 
     for found, gradients in on_ranks(run, 2):
-        assert found.item() == pytest.approx(norm.item(), abs=1e-10)
+        assert [each.item() for each in found] == pytest.approx(
+            [highest.item(), norm.item()], abs=1e-10
+        )
         for name, gradient in gradients.items():
             whole = model.get_parameter(name).grad
             torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-10)

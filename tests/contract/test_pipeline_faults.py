@@ -33,11 +33,12 @@ def train(rank: PipelineRank, loss: Any, batches: int = 1) -> None:
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     replica = rank.bind(stage, optimizer, SyncConfig(sync="allreduce"))
     for number in range(batches):
-        replica.begin(number, 1.0)
-        stage.train_batch(X, Y)
-        optimizer.step()
-        optimizer.zero_grad()
-        replica.end()
+        with rank.run.timeline.span("step", step=number):
+            replica.begin(number, 1.0)
+            stage.train_batch(X, Y)
+            optimizer.step()
+            optimizer.zero_grad()
+            replica.end()
     replica.close()
 
 
@@ -64,6 +65,7 @@ def test_a_stage_that_ends_in_mid_batch_is_named(calls: int) -> None:
     sentence, _ = on_ranks(run, 2)
     assert sentence.startswith("rank 0 lost rank 1 in ")
     assert "microbatch" in sentence or "the end of the batch" in sentence
+    assert f" in step {calls // 5}: " in sentence
 
 
 def test_a_silent_stage_is_named_at_the_limit() -> None:
@@ -86,6 +88,7 @@ def test_a_silent_stage_is_named_at_the_limit() -> None:
 
     sentence, _ = on_ranks(run, 2)
     assert "rank 0 waited 0.2 s for rank 1 (stage 1) in " in sentence
+    assert " in step 0: " in sentence
 
 
 def test_waits_end_with_the_generation() -> None:

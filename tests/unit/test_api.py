@@ -15,7 +15,7 @@ from tests.harness.processes.worlds import run_of, world_of
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
     *("PacelineError", "PeerLost", "ReplicasDiffer", "World"),
-    *("join", "launch", "loader", "parallelize", "stages"),
+    *("deferred_init", "join", "launch", "loader", "parallelize", "stages"),
     "tensor_parallel",
     *("Average", "BMUF", "DiLoCo", "EASGD", "Mean", "OuterRule", "Server", "SparseLoCo"),
 ]
@@ -31,6 +31,7 @@ SIGNATURES = {
     "sync_bn=False, buffers='broadcast')",
     "stages": "(model, world, *, loss, microbatches, cuts=None, schedule='1f1b', "
     "blocks=None, example=None, checkpoint_activations=False)",
+    "deferred_init": "()",
     "tensor_parallel": "(model, world, plan=None)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "

@@ -365,5 +365,5 @@ def test_an_epochs_line_names_the_rank_that_held_others_back() -> None:
     file = io.StringIO()
     console = Console(file, terminal=False)
     console.event("run", **RUN)
-    console.event("epoch", test_accuracy=None, straggler=(2, 12.34, 0.18), **EPOCH)
+    console.event("epoch", test_accuracy=None, straggler=(2, 12.34, 0.18, None), **EPOCH)
     assert ", rank 2 held others back for 12.3 s (18%), lr 0.1" in file.getvalue()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.run.straggler import Straggler, straggler_of
+from paceline.run.straggler import OwnTimes, Straggler, straggler_of
+from paceline.timeline.timeline import WAIT_FOR_STAGES
+from tests.harness.equivalence.pipelines import PipelineRank, on_ranks
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,20 @@ def test_the_straggler_is_the_rank_for_which_others_waited(
     own: Sequence[float], seconds: float, expected: Straggler | None
 ) -> None:
     assert straggler_of(own, seconds) == expected
+
+
+def test_a_stage_is_named_whose_ranks_are_slow_in_each_replica() -> None:
+    def run(rank: PipelineRank) -> tuple[int, Straggler | None]:
+        context = rank.run.context
+        now = [0]
+        context.timeline.clock = lambda: now[0]
+        times = OwnTimes(rank.run)
+        times.begin_step()
+        now[0] += (2, 3, 9, 8)[context.world.rank] * 10**9
+        with context.timeline.span(WAIT_FOR_STAGES):
+            now[0] += 10**9
+        return context.stage, times.end_epoch(measured=False)
+
+    found = on_ranks(run, 2, 2)
+    assert [stage for stage, _ in found] == [0, 0, 1, 1]
+    assert {straggler for _, straggler in found} == {Straggler(2, 6.0, 0.6, 1)}
