@@ -28,6 +28,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.cluster.supervision.allocator import return_freed_memory
+
+_TRIM_BYTES = 2**25
+
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
@@ -45,7 +49,7 @@ def deferred_init() -> Iterator[None]:
     if any(isinstance(mode, _Recorder) for mode in modes):
         yield  # within another
         return
-    with _Recorder(), _Shown():  # type: ignore[no-untyped-call]
+    with _Recorder(), _Shown():
         yield
 
 
@@ -60,6 +64,7 @@ def values_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     places = [_Place.of(tensor) for tensor in tensors]
     with _disable_current_modes():
         memory = _replay(place.history for place in places)
+        return_freed_memory()
         return [place.tensor(memory) for place in places]
 
 
@@ -218,6 +223,10 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 class _Recorder(TorchDispatchMode):
     """Dispatch mode that makes new tensors on the meta device, and records what writes to them."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = 0  # bytes of random numbers, since the last trim
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
@@ -249,6 +258,11 @@ class _Recorder(TorchDispatchMode):
             kwargs["dtype"] = returned.dtype  # the default one may be another later
             operation.arguments = (operation.arguments[0], kwargs)
         _record(operation, written, _tensors(returned), device)
+        if operation.generator is not None:
+            self._drawn += sum(tensor.nbytes for tensor in _tensors(returned))
+            if self._drawn > _TRIM_BYTES:
+                return_freed_memory()  # in whose holes the next tensor may not fit
+                self._drawn = 0
         return returned
 
 
