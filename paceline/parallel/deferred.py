@@ -304,7 +304,7 @@ def _operation(function: Any, args: Any, kwargs: Any, device: torch.device) -> _
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
