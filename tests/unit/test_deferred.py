@@ -40,9 +40,11 @@ def several_kinds() -> nn.Module:
     model.to(memory_format=torch.channels_last)
     rate = torch.linspace(0, 0.3, 4)[2].item()
     own = torch.Generator().manual_seed(5)
+    given = torch.tensor(model[4].bias.tolist())
+    given.mul_(torch.rand(5))  # which has memory
     buffers = {
         "scaled": torch.arange(4.0).sin()[None].expand(2, 4) * rate,
-        "given": torch.tensor(model[4].bias.tolist()),
+        "given": given,
         "drawn": torch.randn(3, generator=own) + torch.randn(3, generator=own),
         "bits": torch.bernoulli(torch.rand(9)),
         "chosen": torch.rand(9).gt(0.5).nonzero(),
