@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.comm.communicator import broadcast_all, broadcast_state, require_same_call
 from paceline.errors import ConfigError, many
 from paceline.generation.run import Run
-from paceline.parallel.blocks import Glue, block_paths, cut_paths, glue_of, take_part
+from paceline.parallel.blocks import block_paths, cut_paths, glue_of, take_part
 from paceline.parallel.cuts import best_cuts, block_costs, stage_costs
 from paceline.parallel.interpreter import Releases
 from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
@@ -62,8 +62,9 @@ def cut_model(
     if record_resets(model) and run.leads:
         report(RESETS)
     if cuts is None:
-        first = None if example is None else example[: -(-len(example) // microbatches)]
-        cuts = _choose(model, paths, glue, first, run, report) if group.size > 1 else ()
+        cuts, figures = choose_cuts(model, run, microbatches, example, blocks)
+        if figures and run.leads:
+            report(f"{figures}. Pin this choice with cuts={cuts}.")
     if group.size > 1:
         given = f"cuts={[*cuts]}, schedule={schedule!r}, microbatches={microbatches}"
         communicator = run.context.group("stage", "steps")
@@ -135,28 +136,35 @@ def _require_parameters(parts: Sequence[Mapping[str, nn.Module | None]]) -> None
             )
 
 
-def _choose(
+def choose_cuts(
     model: nn.Module,
-    paths: Sequence[str],
-    glue: Glue,
-    example: Tensor | None,
     run: Run,
-    report: Callable[[str], None],
-) -> Sequence[str]:
-    """Choose the cuts on rank 0, for all ranks, and report them with their figures; collective."""
+    microbatches: int,
+    example: Tensor | None = None,
+    blocks: Sequence[str] | None = None,
+) -> tuple[list[str], str]:
+    """Choose the cuts on rank 0, for all ranks; collective. Arguments as of `cut_model`.
+
+    Returns:
+        the blocks' names, and on rank 0 their figures, as a sentence without its end.
+    """
     stages = run.context.along("stage").size
+    if stages == 1:
+        return [], ""
+    paths = block_paths(model, blocks)
     chosen: list[int] = []
+    figures = ""
     if run.leads:
-        costs = block_costs(model, paths, glue, example)
+        first = None if example is None else example[: -(-len(example) // microbatches)]
+        costs = block_costs(model, paths, glue_of(model), first)
         chosen = [*best_cuts(costs, stages)]
-        names = [paths[index] for index in chosen]
         texts = [
             f"stage {n} {cost.bytes / 2**20:.1f} MiB"
             + (f" and {cost.seconds * 1e3:.1f} ms a microbatch" if cost.seconds else "")
             for n, cost in enumerate(stage_costs(costs, chosen))
         ]
         by = "parameters' bytes" if example is None else "measured time"
-        report(f"cuts by {by}: {', '.join(texts)}. Pin this choice with cuts={names}.")
+        figures = f"cuts by {by}: {', '.join(texts)}"
     communicator = run.context.group("all", "steps")
     chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
-    return [paths[index] for index in chosen]
+    return [paths[index] for index in chosen], figures

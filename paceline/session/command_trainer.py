@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -26,8 +26,10 @@ from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
+from paceline.run.staged_pass import StagedPass
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.decoding import Decoding
+from paceline.session.pipeline import CUTS, cut, cuts_of
 from paceline.session.resume.edits import edited_flags
 from paceline.session.resume.start import Start
 from paceline.session.session import Session
@@ -161,6 +163,13 @@ def build_trainer(
     session.agree("model", model_facts(state))  # before anything of it is exchanged
     if any(isinstance(m, SyncBatchNorm) for m in model.modules()):
         run.open("data", "layers")
+    criterion = nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing)
+    staged: StagedPass | None = None
+    cuts: Sequence[str] = ()
+    if config.pipeline.active:
+        cuts = cuts_of(config, session, model)
+        staged = cut(model, cuts, config, run, criterion, recipe.precision())
+        model = staged.stage
     data = _open_data(config, session, sources)
     optimizer = recipe.optimizer(model)
     schedule = recipe.schedule(optimizer)
@@ -184,25 +193,28 @@ def build_trainer(
     )
     replicas = session.replicate([pair])
     replicas[0].use_loss_scale(precision)
+    if staged is not None:
+        staged.replica = replicas[0]
     if average is not None:
         _note_long_rounds(average, order.steps, session)
     training = _CommandTraining(
         pairs=[pair],
         replicas=replicas,
         tracked=tracked,
-        beginning=None if resumed else recipe,  # which had no weights of a checkpoint
+        # A resumed run had no weights of a checkpoint; a stage's rank can't make its own alone.
+        beginning=None if resumed or staged is not None else recipe,
         schedule=schedule,
     )
     steps = session.bind(
         training,
         data.speeds,
-        constant={"order": asdict(order), "data": sources.train.fingerprint},
+        constant={"order": asdict(order), "data": sources.train.fingerprint, CUTS: [*cuts]},
         watch=watch_of(config, run, session.folder, order.steps),
         value_count=BATCH_SUMS + 1,
     )
     return Trainer(
         model=model,
-        criterion=nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing),
+        criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
@@ -216,6 +228,7 @@ def build_trainer(
         weights_name=config.model.weights_name,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
+        staged=staged,
     )
 
 
