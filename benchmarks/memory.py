@@ -8,8 +8,9 @@ processes share is counted once. The other columns are what each owner holds onc
 are there, and `rest` is what the peak has besides: what is there for a moment only, and libraries.
 Each number is that of the rank with the highest peak, in the median of `--rounds` runs.
 
-A row is a method of Paceline, which may be followed by `without`, without in-memory snapshots, or
-by `divided`, with `--snapshot_copies divided`. The rows ddp and fsdp2 are torch's, which has none.
+A row is a method of Paceline (bf16: sharded, with `--param_dtype bfloat16`). It may be followed by
+`without`, without in-memory snapshots, or by `divided`, with `--snapshot_copies divided`. The rows
+ddp and fsdp2 are torch's, which has none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from statistics import median
 from memory_rank import OWNERS
 from table import print_table
 
-METHODS = ("allreduce", "notified", "sharded")
+METHODS = ("allreduce", "notified", "sharded", "bf16")
 COPIES = ("", " divided", " without")
 ROWS = (*(f"{method}{copies}" for copies in COPIES for method in METHODS), "ddp", "fsdp2")
 TITLES = ["row", "ranks", "peak", *OWNERS, "rest"]

@@ -26,6 +26,12 @@ OWNERS = (
     *("weights", "gradients", "optimizer", "staging", "residuals", "snapshots", "backups"),
     "windows",
 )
+METHODS: Mapping[str, dict[str, str]] = {
+    "allreduce": {"sync": "allreduce"},
+    "notified": {"sync": "notified"},
+    "sharded": {"sync": "notified", "update": "sharded"},
+    "bf16": {"sync": "notified", "update": "sharded", "param_dtype": "bfloat16"},
+}
 WIDTH = 1024  # of a layer: 4 MiB of weights
 SAMPLE_S = 0.003  # between two looks at the memory
 
@@ -171,13 +177,13 @@ def with_paceline(row: str, setting: Mapping[str, Any]) -> None:
     torch.manual_seed(0)
     model = model_of(setting["mb"])
     optimizer = optimizer_of(model)
-    options = {"update": "sharded"} if method == "sharded" else {}
-    sync = "notified" if method == "sharded" else method
-    paceline.parallelize(model, optimizer, world, sync=sync, **options)
+    paceline.parallelize(model, optimizer, world, **METHODS[method])
     held: dict[str, int] = {}
     for number in range(setting["steps"]):
         with world.step():
-            model(torch.ones(2, WIDTH)).mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=method == "bf16"):
+                loss = model(torch.ones(2, WIDTH)).mean()
+            loss.backward()
             if number == setting["steps"] - 1:
                 held = owners(model, optimizer)
             optimizer.step()

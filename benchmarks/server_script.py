@@ -2,6 +2,8 @@
 
     paceline launch -n 3 --num_servers 1 -- python server_script.py server:staleness=2 '{…}'
 
+The names of `PRECISIONS` are ways, too: `notified` with sharded optimizer state, in autocast.
+
 `server_ways.py` starts it. Each rank writes `result.RANK.json` when training has ended.
 """
 
@@ -11,6 +13,7 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,12 @@ from paceline.models.zoo import build_model
 
 MEAN = torch.tensor([125.3, 123.0, 113.9]).view(3, 1, 1)
 STD = torch.tensor([63.0, 62.1, 66.7]).view(3, 1, 1)
+SHARDED = {"sync": "notified", "update": "sharded"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "autocast": SHARDED,  # weights of float32
+    "bfloat16": {**SHARDED, "param_dtype": "bfloat16"},
+    "float16": {**SHARDED, "param_dtype": "float16"},
+}
 RATE = 0.1  # for a global batch of 128
 
 
@@ -58,7 +67,8 @@ def main(sync: str, data: str, results: str, seed: int, epochs: int, batch: int)
     rate = RATE * batch / 128
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, **options)
-    paceline.parallelize(model, optimizer, world, sync=sync)
+    paceline.parallelize(model, optimizer, world, **PRECISIONS.get(sync, {"sync": sync}))
+    precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=sync in PRECISIONS)
     train = paceline.loader(Images(data, "train", augment=True), batch, world)
     test = paceline.loader(Images(data, "test", augment=False), 500, world, train=False)
     steps = epochs * math.ceil(train.samples / batch)
@@ -69,14 +79,16 @@ def main(sync: str, data: str, results: str, seed: int, epochs: int, batch: int)
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor * min(1.0, 2 * epochs * (world.steps + 1) / steps)
             with world.step():
-                F.cross_entropy(model(x), y).backward()
+                with precision():
+                    scores = model(x)
+                F.cross_entropy(scores.float(), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     world.settle()
     seconds = time.perf_counter() - begin
     tested = world.meter("right")
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), precision():
         for x, y in world.evaluation(test):
             tested.add(right=(model(x).argmax(1) == y).sum())
     result = {

@@ -4,6 +4,7 @@
 
 Only the exchange's name changes (`server_script.py`); three workers of one machine and, with
 `server`, a server share its cores. A way that this version refuses is left out, with the sentence.
+With `--ways notified autocast bfloat16 float16` it compares weights of 16 bits (`--param_dtype`).
 `--results` keeps what each run found, and the same command resumes there. `server_rates.py` has the
 speeds of workers that are uneven.
 """

@@ -22,6 +22,7 @@ from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.plan import PlanConfig
+from paceline.config.predict import PredictConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
@@ -74,6 +75,7 @@ def documents() -> dict[str, str]:
     parts.append(LAUNCH)
     more = [MORE]
     others = {
+        "predict": PredictConfig,
         "serve": ServeConfig,
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,

@@ -95,7 +95,8 @@ def main() -> None:
     data = windows(files[1:], options.length)
     world = paceline.join(options.run, mesh={"stage": options.stages})
     torch.manual_seed(0)
-    whole = transformer(options.width, options.layers, options.length).to(world.device)
+    with paceline.deferred_init():  # each stage gets its own values alone
+        whole = transformer(options.width, options.layers, options.length)
     model = paceline.stages(
         whole,
         world,

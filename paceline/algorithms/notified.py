@@ -101,8 +101,11 @@ def open_puts(
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in dense]
     names = [bucket.names for bucket in dense]
     specs = [
-        bucket_spec(tensors, options, returns_parameters=returns_parameters)
-        for tensors in templates
+        replace(
+            bucket_spec(tensors, options, returns_parameters=returns_parameters),
+            wide=bucket.index in options.wide,
+        )
+        for tensors, bucket in zip(templates, dense, strict=True)
     ]
     if statistics.flat is not None:
         specs.append(bucket_spec([statistics.flat], replace(options, codec=None)))

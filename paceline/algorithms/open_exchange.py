@@ -68,6 +68,7 @@ class PutOptions:
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
         tables: parameters whose gradients may be zero but for some rows. Buckets of which more than
             half of the values are in tables suppress zeros in puts between groups.
+        wide: indices of the buckets that owners sum in float32, whose values have 16 bits.
         bucket_mb: bucket size in MiB, for checkpoints of the residuals.
     """
 
@@ -86,6 +87,7 @@ class PutOptions:
     machine: Communicator | None = None
     rows: Communicator | None = None
     tables: frozenset[Tensor] = frozenset()
+    wide: frozenset[int] = frozenset()
     bucket_mb: float = 0.0
 
 

@@ -13,6 +13,7 @@ So each rank holds 1/N of the optimizer's state. `reduce` needs sums, which retu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,7 @@ def make_sharded(
         assert exchange is not None
         return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards)
 
+    options = replace(options, wide=shards.wide)
     return make_with_puts(buckets, statistics, options, make_rule, returns_parameters=True)
 
 
@@ -93,11 +95,11 @@ class ShardedUpdate:
             self._exchange.return_sums(bucket.index, partial(self._update, bucket.index, given))
         return versions
 
-    def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
+    def _update(self, index: int, given: Sequence[Tensor | None] | None, sums: Tensor) -> None:
         """Update this rank's shard of a bucket, in the owner's thread."""
         used = () if given is not None else self._exchange.flags(index).tolist()
         with torch._C.DisableTorchFunctionSubclass():  # no script's use, which would wait for this
-            self._shards.update(index, used, given)
+            self._shards.update(index, sums, used, given)
 
 
 class ShardedState:

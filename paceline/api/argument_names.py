@@ -25,7 +25,7 @@ _ARGUMENTS = {
         for name in (
             *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints", "seed"),
             *("first_iter_timeout", "timeout", "idle_timeout"),
-            *("bucket_mb", "sync", "sync_bn", "wire", "update"),
+            *("bucket_mb", "sync", "sync_bn", "wire", "update", "param_dtype"),
             *("transport", "connections", "trace_steps", "snapshots", "snapshot_memory_mb"),
             *("tracker", "shares", "mesh", "snapshot_copies", "cuts"),
         )

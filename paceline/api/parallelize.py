@@ -31,6 +31,7 @@ from paceline.update.batch_norm import (
     synchronised_note,
 )
 from paceline.update.outer.average import Average, parse_average
+from paceline.wiring.pairs import Pair
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 _BUFFERS = ("broadcast", "local")
@@ -46,6 +47,7 @@ def parallelize(
     sync: str | Average | Server = "auto",
     wire: str = "fp32",
     update: str = "replicated",
+    param_dtype: str = "float32",
     transport: str = "tcp",
     connections: int = 0,
     bucket_mb: float = 0.0,
@@ -78,6 +80,10 @@ def parallelize(
             changes of weights are: also "int4", an eighth, or "topk:0.02", the largest 2%.
         update: where a parameter is updated: "replicated", on every rank; or "sharded", with
             "notified", on the rank that owns its shard and keeps the shard's optimizer state.
+        param_dtype: the dtype in which matrices are stored and their gradients are exchanged:
+            "bfloat16" or "float16", with update="sharded", whose owners then have float32 masters
+            and sum in float32. Give the model in float32, and run its forward within
+            `torch.autocast`. One model and one optimizer alone.
         transport: how puts travel, with "notified" and "average": "tcp", with shared memory
             inside a machine, or "nixl", by NVIDIA's library for RDMA.
         connections: the number of TCP connections to each rank of another machine, with
@@ -128,6 +134,7 @@ def parallelize(
             "staleness_lr": "given" if server is None else server.staleness_lr,
             "wire": wire,
             "update": update,
+            "param_dtype": param_dtype,
             "transport": transport,
             "connections": connections,
             "bucket_mb": bucket_mb,
@@ -142,6 +149,7 @@ def parallelize(
             buffers = "local"
         share = BatchShare()
         pairs = make_pairs(models, optimizers, world._models.pairs, config, share, average, buffers)
+        _refuse_several_narrow([*world._models.pairs, *pairs])
         whole = pairs[0].model
         number = f" {len(world._models.pairs) + 1}" if world._models.pairs else ""
         world._session.agree(
@@ -226,6 +234,14 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
     if config.transport == "nixl":
         require_nixl()
     return config
+
+
+def _refuse_several_narrow(pairs: Sequence[Pair]) -> None:
+    if len(pairs) > 1 and any(pair.config.narrow for pair in pairs):
+        raise ConfigError(
+            "param_dtype was given with several models or optimizers, but masters are made for one "
+            "of each: leave it out, or use one optimizer with several parameter groups."
+        )
 
 
 def _checked_models(model: object) -> Sequence[nn.Module]:

@@ -13,6 +13,7 @@ from paceline.api.argument_names import errors_name_arguments, print_message_for
 from paceline.api.world import World, require_world
 from paceline.errors import ConfigError
 from paceline.parallel.cutting import cut_model
+from paceline.parallel.pipeline import PipelineOptions
 from paceline.parallel.stage import Stage
 
 
@@ -48,7 +49,8 @@ def stages(
         loss: a function of (output, y) that returns the mean over the samples.
         microbatches: the number of parts of a replica's batch, at least that of the stages.
         cuts: the names of the blocks at which the stages but the first begin, such as "layer3" or
-            "layer3.1"; None: chosen by measured time and parameters' bytes, and printed.
+            "layer3.1"; None: chosen by measured time and parameters' bytes, printed, and used again
+            where the run resumes.
         schedule: in which order a stage runs its microbatches: "gpipe"; "1f1b", which keeps the
             activations of fewer; or "zb-h1", which divides backward.
         blocks: the children that run, in the order in which forward runs them; None: all, in the
@@ -70,10 +72,7 @@ def stages(
         world._end.require_open(call)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{call} got {type(model).__name__} as its model: pass the module.")
-        return cut_model(
-            model,
-            world._run,
-            _Releases(world),
+        options = PipelineOptions(
             loss=loss,
             microbatches=microbatches,
             cuts=cuts,
@@ -81,7 +80,14 @@ def stages(
             blocks=blocks,
             example=example,
             checkpoint_activations=checkpoint_activations,
+        )
+        return cut_model(
+            model,
+            world._run,
+            _Releases(world),
+            options,
             report=print_message_for_scripts,
+            folder=world._session.folder,
         )
 
 

@@ -150,6 +150,29 @@ def first_code(numel: int, block: int) -> int:
     return -(-4 * -(-numel // block) // _ALIGN) * _ALIGN
 
 
+def join(pieces: Iterable[Piece], out: Tensor) -> None:
+    """Copy pieces that cover the values of `out`, (values,)."""
+    for start, stop, piece in pieces:
+        out[start:stop] = piece
+
+
+def add_up_wide(parts: Sequence[Sequence[Piece]], weights: Sequence[float], numel: int) -> Tensor:
+    """Return ((w0 * p0 + w1 * p1) + …) of values of any floating dtype, computed in float32.
+
+    Args:
+        parts: contributions; the pieces of each cover the values, and overlap nowhere.
+        weights: one a contribution; with 0 it is left out, whatever it holds.
+
+    Returns:
+        (numel,), in new memory.
+    """
+    total = torch.zeros(numel)
+    for part, weight in zip(parts, weights, strict=True):
+        for start, stop, piece in part if weight else ():
+            total[start:stop] += piece.to(torch.float32, copy=True).mul_(weight)
+    return total
+
+
 def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:
     """Cut pieces to a range of values, and count from the first of these."""
     found = []

@@ -21,7 +21,8 @@ class ModelConfig:
     """Number of layers of the ResNet, if --model is not given."""
 
     dtype: Literal["float", "float16", "bfloat16"] = "float"
-    """Data type of forward and backward (autocast); weights remain float32."""
+    """Data type of forward and backward (autocast); weights remain float32,
+    but for --param_dtype."""
 
     channels_last: bool = True
     """Use the contiguous memory format; the default, channels-last, is faster for convolutions."""

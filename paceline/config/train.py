@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from paceline.config.average import AverageConfig
-from paceline.config.data import DataConfig
+from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.pipeline import PipelineConfig
@@ -38,6 +38,7 @@ _EDITABLE = frozenset(
     {
         *("base_learning_rate", "scale_lr", "lr_policy", "warmup_epochs"),
         *("momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value", "max_loss"),
+        "param_dtype",
     }
 )
 
@@ -108,6 +109,28 @@ class TrainConfig:
     def with_run_id(self, run_id: str) -> TrainConfig:
         """Return the same configuration under the name `run_id`."""
         return replace(self, world=replace(self.world, run_id=run_id))
+
+
+def config_of(flags: Mapping[str, object]) -> TrainConfig:
+    """Return the configuration of a run, given its flags as they were saved.
+
+    The data's paths aren't saved: the configuration is that of synthetic images. Flags that the run
+    didn't know yet have their defaults.
+
+    Raises:
+        ConfigError: a value breaks a rule.
+    """
+    kinds = {"data": DataConfig, "model": ModelConfig, "optim": OptimConfig, "world": WorldConfig}
+    parts: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        known = {one.name for one in fields(kind)} - _OWN
+        values = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in flags.items()
+            if key in known
+        }
+        parts[name] = kind(**(values | ({"train_data": NO_DATA} if name == "data" else {})))
+    return TrainConfig(**parts)
 
 
 def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:

@@ -161,6 +161,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "sync": ("auto", *METHODS),
     "wire": ("fp32", "bf16", "int8"),
     "update": ("replicated", "sharded"),
+    "param_dtype": ("float32", "bfloat16", "float16"),
     "transport": ("tcp", "nixl"),
     "shares": ("auto", "equal", "measured"),
 }
@@ -190,11 +191,12 @@ if TYPE_CHECKING:
     Sync: TypeAlias = str
     Wire: TypeAlias = str
     Update: TypeAlias = str
+    ParamDtype: TypeAlias = str
     Transport: TypeAlias = str
     Shares: TypeAlias = str
 else:
-    Sync, Update, Transport, Shares = (
-        Literal[CHOICES[name]] for name in ("sync", "update", "transport", "shares")
+    Sync, Update, ParamDtype, Transport, Shares = (
+        Literal[CHOICES[name]] for name in ("sync", "update", "param_dtype", "transport", "shares")
     )
     Wire = str  # codecs of merges have a fraction
 
@@ -221,6 +223,12 @@ class SyncConfig:
     update: Update = "replicated"
     """replicated: every worker updates all parameters. sharded (with notified): each worker updates
     the shard that it reduces and stores only that shard's optimizer state."""
+
+    param_dtype: ParamDtype = "float32"
+    """Data type in which the model's matrices are stored, and their gradients exchanged. With
+    bfloat16 or float16, --update sharded: the shard's owner has a float32 master of each, sums the
+    gradients in float32, and updates the master. Checkpoints have the masters, so a later start of
+    the run may change it."""
 
     transport: Transport = "tcp"
     """With notified or average, the transport of the puts. tcp: TCP between machines and shared
@@ -311,6 +319,7 @@ class SyncConfig:
                     "or allreduce."
                 )
             )
+        self._check_narrow()
         if self.transport == "nixl" and self.connections > 1:
             raise ConfigError(
                 Message(
@@ -318,6 +327,33 @@ class SyncConfig:
                     self.connections,
                 )
             )
+
+    def _check_narrow(self) -> None:
+        """Refuse narrow parameters where each worker would have all masters, or a wire narrows."""
+        if not self.narrow:
+            return
+        if self.sync not in ("auto", "notified") or self.update != "sharded":
+            raise ConfigError(
+                flag="param_dtype",
+                value=self.param_dtype,
+                rule=Message(
+                    "needs {--update} sharded with {--sync} notified: elsewhere every worker would "
+                    "hold the float32 masters of all parameters, and save nothing"
+                ),
+                remedy=Message("add {--update} sharded, or leave out {--param_dtype}"),
+            )
+        if self.wire != "fp32":
+            raise ConfigError(
+                flag="wire",
+                value=self.wire,
+                rule=Message("gradients are sent in {--param_dtype} {}", self.param_dtype),
+                remedy=Message("leave out {--wire}"),
+            )
+
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters are stored in 16 bits, with float32 masters at their owners."""
+        return self.param_dtype != "float32"
 
     def _check_servers(self) -> None:
         """Refuse servers without a use, and options that the exchange with servers doesn't have."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.text import Text
@@ -207,6 +208,8 @@ class Console(NullRecorder):
         self._terminal.line(f"{took}; {best}." if best else f"{took}.")
         if fields.get("weights"):
             self._terminal.line(f"Weights: {', '.join(fields['weights'])}")
+            run = Path(fields["weights"][0]).parent
+            self._terminal.line(f"Classify images: paceline predict {run} IMAGE …")
 
     def _show(self, what: str, done: int, steps: int, parts: list[str]) -> None:
         if not self._terminal.live:

@@ -4,23 +4,36 @@ Forward and backward of one microbatch are timed for each block, on a copy of it
 few. The slowest stage sets the pipeline's pace, so the cuts are chosen whose slowest stage is
 fastest; among equal ones, those whose largest stage has the fewest bytes of parameters. Without an
 example batch, bytes alone decide.
+
+A run resumes with the cuts that it began with, so the choice is in `cuts.toml` in its folder:
+
+    cuts = ["layer3"]
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import tomli_w
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paceline.parallel.blocks import Glue, run_blocks
+from paceline.atomic_write import explained_writes, write_atomically
+from paceline.comm.communicator import broadcast_state
+from paceline.errors import ConfigError
+from paceline.generation.run import Run
+from paceline.parallel.blocks import Glue, cut_paths, run_blocks
 from paceline.parallel.materialize import real_copy
 
+NAME = "cuts.toml"
 _ROUNDS = 3
 
 
@@ -34,6 +47,73 @@ class Cost(NamedTuple):
 
     seconds: float
     bytes: int
+
+
+@dataclass(frozen=True)
+class CutChoice:
+    """Choice of a model's cuts, on rank 0 for all ranks.
+
+    Attributes:
+        model: the model, which stays as it is.
+        paths: of its blocks.
+        glue: what is between its children.
+        example: a microbatch; None: nothing is timed.
+        spelled: writes cuts as the user gives them.
+    """
+
+    model: nn.Module
+    paths: Sequence[str]
+    glue: Glue
+    example: Tensor | None
+    spelled: Callable[[Sequence[str]], str] = "cuts={}".format
+
+    def make(self, run: Run, folder: Path | None, report: Callable[[str], None]) -> Sequence[str]:
+        """Return the cuts, those of the run's first start where there are some; collective.
+
+        Args:
+            run: whose ranks along the axis "stage" are the stages.
+            folder: the run's, which gets the choice; None: it isn't written down.
+            report: gets the choice as a sentence, with its figures.
+        """
+        stages = run.context.along("stage").size
+        chosen: Sequence[int] = ()
+        if run.leads:
+            earlier = None if folder is None else self._read(folder / NAME, stages)
+            chosen = earlier or self._measured(stages, report)
+            if earlier:
+                names = [self.paths[index] for index in earlier]
+                report(
+                    f"{self.spelled(names)}, as at the first start of this run ({NAME} in its folder)."
+                )
+        communicator = run.context.group("all", "steps")
+        chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
+        cuts = [self.paths[index] for index in chosen]
+        # On each machine: another one may have the first rank when the run resumes.
+        if folder is not None and run.context.along("machine").rank == 0:
+            with explained_writes(folder / NAME):
+                write_atomically(folder / NAME, tomli_w.dumps({"cuts": cuts}))
+        return cuts
+
+    def _measured(self, stages: int, report: Callable[[str], None]) -> Sequence[int]:
+        costs = block_costs(self.model, self.paths, self.glue, self.example)
+        chosen = best_cuts(costs, stages)
+        names = [self.paths[index] for index in chosen]
+        texts = [
+            f"stage {n} {cost.bytes / 2**20:.1f} MiB"
+            + (f" and {cost.seconds * 1e3:.1f} ms a microbatch" if cost.seconds else "")
+            for n, cost in enumerate(stage_costs(costs, chosen))
+        ]
+        by = "parameters' bytes" if self.example is None else "measured time"
+        report(f"cuts by {by}: {', '.join(texts)}. Pin this choice with {self.spelled(names)}.")
+        return chosen
+
+    def _read(self, path: Path, stages: int) -> Sequence[int] | None:
+        """Return the index of each earlier cut; None: there are none that fit."""
+        try:
+            parts = cut_paths(self.paths, tomllib.loads(path.read_text())["cuts"])
+        except (OSError, ValueError, TypeError, KeyError, ConfigError):
+            return None
+        return [self.paths.index(part[0]) for part in parts[1:]] if len(parts) == stages else None
 
 
 def block_costs(

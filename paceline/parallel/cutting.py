@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.comm.communicator import broadcast_all, broadcast_state, require_same_call
+from paceline.comm.communicator import broadcast_all, require_same_call
 from paceline.errors import ConfigError, many
 from paceline.generation.run import Run
 from paceline.parallel.blocks import block_paths, cut_paths, glue_of, take_part
-from paceline.parallel.cuts import best_cuts, block_costs, stage_costs
+from paceline.parallel.cuts import CutChoice
 from paceline.parallel.interpreter import Releases
 from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
 from paceline.parallel.meta_twin import MetaTwin
-from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.pipeline import Pipeline, PipelineOptions
 from paceline.parallel.schedules import make_schedule
 from paceline.parallel.stage import Stage
 from paceline.parallel.tied import TiedWeights, tied_weights
@@ -35,15 +34,10 @@ def cut_model(
     model: nn.Module,
     run: Run,
     releases: Releases,
+    options: PipelineOptions,
     *,
-    loss: Callable[[Any, Any], Tensor],
-    microbatches: int,
-    cuts: Sequence[str] | None = None,
-    schedule: str = "1f1b",
-    blocks: Sequence[str] | None = None,
-    example: Tensor | None = None,
-    checkpoint_activations: bool = False,
     report: Callable[[str], None],
+    folder: Path | None = None,
 ) -> Stage:
     """Return this rank's stage of a model; collective along the stages.
 
@@ -51,22 +45,24 @@ def cut_model(
         run: whose ranks along the axis "stage" are the stages.
         releases: exchanges gradients along the data axis.
         report: gets sentences for the user, on rank 0.
-
-    The others are those of `paceline.stages`.
+        folder: the run's, which has the cuts that were chosen; None: they aren't written down.
     """
     group = run.context.along("stage")
-    tasks = make_schedule(schedule, group.size, microbatches)
-    paths = block_paths(model, blocks)
+    schedule = make_schedule(options.schedule, group.size, options.microbatches)
+    paths = block_paths(model, options.blocks)
     glue = glue_of(model)
+    cuts = options.cuts
     _require(cuts, paths, group.size)
     if record_resets(model) and run.leads:
         report(RESETS)
-    if cuts is None:
-        cuts, figures = choose_cuts(model, run, microbatches, example, blocks)
-        if figures and run.leads:
-            report(f"{figures}. Pin this choice with cuts={cuts}.")
+    if group.size == 1:
+        cuts = ()
+    elif cuts is None:
+        choice = CutChoice(model, paths, glue, options.first_microbatch, options.spelled)
+        cuts = choice.make(run, folder, report)
     if group.size > 1:
-        given = f"cuts={[*cuts]}, schedule={schedule!r}, microbatches={microbatches}"
+        given = f"cuts={[*cuts]}, schedule={options.schedule!r}, "
+        given += f"microbatches={options.microbatches}"
         communicator = run.context.group("stage", "steps")
         require_same_call(communicator, _CALL, given, _CALL, remedy="pass the same on all stages")
     parts = [take_part(model, some) for some in cut_paths(paths, cuts)]
@@ -97,10 +93,8 @@ def cut_model(
         releases=releases,
         twin=twin,
         tied=tied,
-        schedule=tasks,
-        microbatches=microbatches,
-        loss=loss,
-        recomputes=checkpoint_activations,
+        schedule=schedule,
+        options=options,
     )
     stage = Stage(parts[group.rank], runs, glue, pipeline, keys)
     if group.rank == 0:  # what the model has itself
@@ -134,37 +128,3 @@ def _require_parameters(parts: Sequence[Mapping[str, nn.Module | None]]) -> None
                 f"stage {number} has {', '.join(part)}, which has no parameters to train: cut the "
                 "model so that each stage has some."
             )
-
-
-def choose_cuts(
-    model: nn.Module,
-    run: Run,
-    microbatches: int,
-    example: Tensor | None = None,
-    blocks: Sequence[str] | None = None,
-) -> tuple[list[str], str]:
-    """Choose the cuts on rank 0, for all ranks; collective. Arguments as of `cut_model`.
-
-    Returns:
-        the blocks' names, and on rank 0 their figures, as a sentence without its end.
-    """
-    stages = run.context.along("stage").size
-    if stages == 1:
-        return [], ""
-    paths = block_paths(model, blocks)
-    chosen: list[int] = []
-    figures = ""
-    if run.leads:
-        first = None if example is None else example[: -(-len(example) // microbatches)]
-        costs = block_costs(model, paths, glue_of(model), first)
-        chosen = [*best_cuts(costs, stages)]
-        texts = [
-            f"stage {n} {cost.bytes / 2**20:.1f} MiB"
-            + (f" and {cost.seconds * 1e3:.1f} ms a microbatch" if cost.seconds else "")
-            for n, cost in enumerate(stage_costs(costs, chosen))
-        ]
-        by = "parameters' bytes" if example is None else "measured time"
-        figures = f"cuts by {by}: {', '.join(texts)}"
-    communicator = run.context.group("all", "steps")
-    chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
-    return [paths[index] for index in chosen], figures

@@ -28,6 +28,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.cluster.supervision.allocator import return_freed_memory
+
+_TRIM_BYTES = 2**25
+
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
@@ -45,7 +49,7 @@ def deferred_init() -> Iterator[None]:
     if any(isinstance(mode, _Recorder) for mode in modes):
         yield  # within another
         return
-    with _Recorder(), _Shown():  # type: ignore[no-untyped-call]
+    with _Recorder(), _Shown():
         yield
 
 
@@ -60,6 +64,7 @@ def values_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     places = [_Place.of(tensor) for tensor in tensors]
     with _disable_current_modes():
         memory = _replay(place.history for place in places)
+        return_freed_memory()
         return [place.tensor(memory) for place in places]
 
 
@@ -202,7 +207,7 @@ class _Shown(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if func in (Tensor.tolist, Tensor.numpy) and args[0].is_meta:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0].is_meta:
             args = values_of(args[:1])
         if func == _IS_META:
             return False
@@ -217,6 +222,10 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 
 class _Recorder(TorchDispatchMode):
     """Dispatch mode that makes new tensors on the meta device, and records what writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = 0  # bytes of random numbers, since the last trim
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -247,8 +256,13 @@ class _Recorder(TorchDispatchMode):
             return operation.run_alone()
         if makes and "dtype" in names:
             kwargs["dtype"] = returned.dtype  # the default one may be another later
-            operation.arguments = (operation.arguments[0], kwargs)
+            operation.arguments = (args, kwargs)
         _record(operation, written, _tensors(returned), device)
+        if operation.generator is not None:
+            self._drawn += sum(tensor.nbytes for tensor in _tensors(returned))
+            if self._drawn > _TRIM_BYTES:
+                return_freed_memory()  # in whose holes the next tensor may not fit
+                self._drawn = 0
         return returned
 
 
@@ -258,6 +272,7 @@ def _record(
     """Record an operation in the histories of what it wrote to; of a view there are none."""
     new = [one for one in results if not hasattr(one.untyped_storage(), "paceline_history")]
     histories = {_history(tensor, device) for tensor in (*written, *new)}
+    operation.arguments = tree_map(_copied, operation.arguments)
     operation.results = [_Place.of(tensor) for tensor in results]
     touched = operation.histories | histories
     operation.number = 1 + max(history.clock for history in touched)
@@ -277,21 +292,21 @@ def _history(tensor: Tensor, device: torch.device | None = None) -> _History:
 
 
 def _operation(function: Any, args: Any, kwargs: Any, device: torch.device) -> _Operation:
-    def recorded(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return _Place.of(value) if value.is_meta else value.detach().clone()
+    def placed(value: Any) -> Any:
+        return _Place.of(value) if isinstance(value, Tensor) and value.is_meta else value
 
     generator = None
     if torch.Tag.nondeterministic_seeded in function.tags:
         generator = kwargs.get("generator") or _default_generator(device)
     state = None if generator is None else generator.get_state()
-    return _Operation(function, tree_map(recorded, (args, kwargs)), generator, state)
+    return _Operation(function, tree_map(placed, (args, kwargs)), generator, state)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
     return torch.default_generator
 
 
@@ -326,6 +341,10 @@ def _meta_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if "generator" in found:
         found["generator"] = None  # which is of another device
     return found
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value  # it may change later
 
 
 def _on_meta(value: Any) -> Any:

@@ -32,6 +32,29 @@ _TRAINING = "model.train_batch()"
 _EVALUATION = "model(x)"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Options of a pipeline: the arguments of `paceline.stages`, which describes them.
+
+    `spelled` writes cuts as the user gives them.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    microbatches: int
+    cuts: Sequence[str] | None = None
+    schedule: str = "1f1b"
+    blocks: Sequence[str] | None = None
+    example: Tensor | None = None
+    checkpoint_activations: bool = False
+    spelled: Callable[[Sequence[str]], str] = "cuts={}".format
+
+    @property
+    def first_microbatch(self) -> Tensor | None:
+        """The first microbatch of the example."""
+        example = self.example
+        return None if example is None else example[: -(-len(example) // self.microbatches)]
+
+
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
     """Pipeline of one replica: this rank's stage among the others.
@@ -42,9 +65,7 @@ class Pipeline:
         twin: shows the shapes between stages.
         tied: the weights that other stages have, too.
         schedule: by stage.
-        microbatches: into how many a batch is cut.
-        loss: makes the loss of an output and its labels, a mean over the samples.
-        recomputes: whether backward computes activations again.
+        options: what the user has chosen.
         times: of this stage's tasks in the last batch.
     """
 
@@ -53,9 +74,7 @@ class Pipeline:
     twin: MetaTwin
     tied: TiedWeights
     schedule: Schedule
-    microbatches: int
-    loss: Callable[[Any, Any], Tensor]
-    recomputes: bool = False
+    options: PipelineOptions
     times: list[TaskTime] = field(default_factory=list)
     _agreed: dict[TensorSpec, list[list[Boundary]]] = field(default_factory=dict)
     _context: GenerationContext | None = None
@@ -80,13 +99,14 @@ class Pipeline:
             x: the batch, the same on all stages.
             y: its labels.
         """
+        _require_samples(_TRAINING, x=x, y=y)
         if len(x) != len(y):
             raise ConfigError(
                 f"{_TRAINING} got {len(x):,} samples and {len(y):,} labels: pass one label, or row "
                 "of labels, a sample."
             )
         boundaries = self._boundaries(_TRAINING, x)
-        losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.microbatches)]
+        losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.options.microbatches)]
         interpreter = self._interpreter(part, parameters, x, boundaries, losses)
         own = self.schedule[self._stage]
         tasks = [task for task in own if task.microbatch < len(losses)]
@@ -113,6 +133,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
         """Return the model's output for a batch, on all stages."""
+        _require_samples(_EVALUATION, x=x)
         boundaries = self._boundaries(_EVALUATION, x)
         interpreter = self._interpreter(part, tuple, x, boundaries, ())
         tasks = [Task("forward", m) for m in range(len(boundaries))]
@@ -163,7 +184,7 @@ class Pipeline:
         stage = self._stage
         self._connect(boundaries)
         batch = Microbatches(
-            inputs=_cut(x, self.microbatches) if stage == 0 else (),
+            inputs=_cut(x, self.options.microbatches) if stage == 0 else (),
             before=[each[stage - 1] for each in boundaries] if stage else (),
             behind=[each[stage] for each in boundaries],
             losses=losses if stage == len(self.schedule) - 1 else (),
@@ -174,14 +195,12 @@ class Pipeline:
             self._link,
             first=stage == 0,
             last=stage == len(self.schedule) - 1,
-            recomputes=self.recomputes,
+            recomputes=self.options.checkpoint_activations,
             batch=batch,
         )
 
     def _boundaries(self, call: str, x: Tensor) -> list[list[Boundary]]:
         """Return what each stage returns for each microbatch; collective where the size is new."""
-        if not isinstance(x, Tensor) or not x.ndim or not len(x):
-            raise ConfigError(f"{call} got {type(x).__name__} as x: pass a tensor with samples.")
         spec = TensorSpec(tuple(x.shape), x.dtype)
         if self._context is not self.run.context:
             self._context = self.run.context
@@ -194,7 +213,8 @@ class Pipeline:
                 form = f"{x.dtype} of shape {tuple(x.shape)}"
                 require_same_call(communicator, call, form, f"{call}, on all stages", remedy=remedy)
             by_size: dict[TensorSpec, list[Boundary]] = {}
-            cuts = [TensorSpec(tuple(one.shape), one.dtype) for one in _cut(x, self.microbatches)]
+            microbatches = _cut(x, self.options.microbatches)
+            cuts = [TensorSpec(tuple(one.shape), one.dtype) for one in microbatches]
             for cut in cuts:
                 if cut not in by_size:
                     by_size[cut] = self.twin.boundaries(cut)
@@ -216,7 +236,7 @@ class Pipeline:
 
     def _loss_of(self, labels: Tensor, samples: int) -> Callable[[Any], Tensor]:
         def weighted(output: Any) -> Tensor:
-            loss = self.loss(output, labels)
+            loss = self.options.loss(output, labels)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
                     "loss= returned what isn't one number: pass a function of (output, y) that "
@@ -225,6 +245,16 @@ class Pipeline:
             return loss * (len(labels) / samples)
 
         return weighted
+
+
+def _require_samples(call: str, **batch: object) -> None:
+    """Require tensors with a row for each sample."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or not value.ndim or not len(value):
+            raise ConfigError(
+                f"{call} got {type(value).__name__} as {name}: pass a tensor with a row for each "
+                "sample."
+            )
 
 
 def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:

@@ -84,7 +84,7 @@ class Stage(nn.Module):
         if not self._in_batch:
             return self._pipeline.evaluate(self._run, x)
         self._pipeline.tied.divert()
-        if not self._pipeline.recomputes:
+        if not self._pipeline.options.checkpoint_activations:
             return self._run(x)
         contexts = partial(_checkpoint_contexts, self)
         return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)

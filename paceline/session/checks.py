@@ -18,7 +18,7 @@ from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
 from paceline.server.found_servers import refuse_server
 from paceline.session.decoding import no_gpu
-from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
+from paceline.session.exchange_checks import check_narrow, check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.start import check_order, check_origin
 from paceline.session.sources import Databases, labels_beyond, open_sources, order_of
 from paceline.session.stage_checks import check_stages
@@ -57,6 +57,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     if not on_cpu:
         refuse_gpu(config.sync)
         refuse_shared_gpu(sharing_ranks(list(map(str, world.gpu_numbers))), config.sync.sync)
+    check_narrow(config.sync, config.model.dtype)
     check_stages(config)
     check_shares(config.sync, world.workers * world.num_shards // config.pipeline.stages)
     refuse_stale(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.decoding import Decoding
-from paceline.session.pipeline import CUTS, cut, cuts_of
+from paceline.session.pipeline import cut
 from paceline.session.resume.edits import edited_flags
 from paceline.session.resume.start import Start
 from paceline.session.session import Session
@@ -165,10 +165,8 @@ def build_trainer(
         run.open("data", "layers")
     criterion = nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing)
     staged: StagedPass | None = None
-    cuts: Sequence[str] = ()
     if config.pipeline.active:
-        cuts = cuts_of(config, session, model)
-        staged = cut(model, cuts, config, run, criterion, recipe.precision())
+        staged = cut(model, config, session, criterion, recipe.precision())
         model = staged.stage
     data = _open_data(config, session, sources)
     optimizer = recipe.optimizer(model)
@@ -208,7 +206,7 @@ def build_trainer(
     steps = session.bind(
         training,
         data.speeds,
-        constant={"order": asdict(order), "data": sources.train.fingerprint, CUTS: [*cuts]},
+        constant={"order": asdict(order), "data": sources.train.fingerprint},
         watch=watch_of(config, run, session.folder, order.steps),
         value_count=BATCH_SUMS + 1,
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 
 from paceline.comm.communicator import total
@@ -18,14 +15,13 @@ from paceline.data.gpu_decode.device_batches import DecodeThread, DeviceBatches
 from paceline.data.gpu_decode.file_maker import FileMaker
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
-from paceline.data.image.augment import Transform
 from paceline.data.loader import DatabaseLoader
-from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.run import Run
 from paceline.session.sources import cores_per_worker, order_of
+from paceline.wiring.samples import normalisation, sample_maker
 
 
 class Decoding:
@@ -115,27 +111,8 @@ class Decoding:
 
     def _maker(self, source: Source, *, train: bool) -> BatchMaker:
         data = self._config.data
-        mean = data.each_channel(data.image_mean_per_channel)
-        maker = SampleMaker(
-            source=source,
-            transform=Transform(
-                augment=data.augment,
-                image_size=data.image_size,
-                scale=data.scale,
-                channels=data.num_channels,
-                color_jitter=data.color_jitter if train else 0.0,
-                seed=self._config.optim.seed,
-                train=train,
-            ),
-            fill=np.clip(np.rint(mean), 0, 255).astype(np.uint8),
-            num_labels=data.num_labels,
-        )
-        pixels: dict[str, Any] = {
-            "mean": mean,
-            "std": data.each_channel(data.image_std_per_channel),
-            "device": self._device,
-            "channels_last": self._config.model.channels_last,
-        }
+        maker = sample_maker(data, source, train=train, seed=self._config.optim.seed)
+        pixels = normalisation(data, self._device, channels_last=self._config.model.channels_last)
         width = data.image_size
         upload = Upload(**pixels, channels=data.num_channels, width=width)
         cpu = HostBatches(self.pool, maker, upload)

@@ -50,6 +50,28 @@ def refuse_gpu(config: SyncConfig) -> None:
         )
 
 
+def check_narrow(config: SyncConfig, dtype: str) -> None:
+    """Require a forward that narrow parameters can be used in.
+
+    Args:
+        config: the options.
+        dtype: in which forward and backward compute.
+
+    Raises:
+        ConfigError: they would compute in float32, or scale the loss.
+    """
+    if config.narrow and dtype != "bfloat16":
+        raise ConfigError(
+            flag="param_dtype",
+            value=config.param_dtype,
+            rule=Message(
+                "needs a forward in bfloat16: float computes in float32 alone, and float16 with a "
+                "loss scale, by which gradients of 16 bits can't be divided"
+            ),
+            remedy=Message("add {--dtype} bfloat16, or leave out {--param_dtype}"),
+        )
+
+
 def check_shares(config: SyncConfig, workers: int) -> None:
     """Refuse shares by measured speed where there is one worker.
 

@@ -1,4 +1,4 @@
-"""Pipeline of `paceline train`: where the model is cut, and this rank's stage."""
+"""Pipeline of `paceline train`: cuts the model, and makes what trains this rank's stage."""
 
 from __future__ import annotations
 
@@ -9,59 +9,33 @@ from torch import nn
 
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
-from paceline.generation.run import Run
-from paceline.parallel.cutting import choose_cuts, cut_model
+from paceline.parallel.cutting import cut_model
+from paceline.parallel.pipeline import PipelineOptions
 from paceline.run.precision import Precision
 from paceline.run.staged_pass import StagedPass
 from paceline.session.session import Session
 from paceline.update.batch_norm import SyncBatchNorm
 
-CUTS = "cuts"  # the entry of a checkpoint
-
-
-def cuts_of(config: TrainConfig, session: Session, model: nn.Module) -> Sequence[str]:
-    """Return where the stages but the first begin: as given, as before, or chosen; collective."""
-    pipeline = config.pipeline
-    given = pipeline.cut_names or (session.start.state or {}).get(CUTS)
-    if given or pipeline.stages == 1:
-        return given or ()
-    run = session.run
-    data = config.data
-    share = -(-config.global_batch // run.context.along("data").size)
-    example = torch.zeros(
-        -(-share // pipeline.microbatch_count),
-        data.num_channels,
-        data.image_size,
-        data.image_size,
-        device=session.device,
-    )
-    cuts, figures = choose_cuts(model, run, 1, example)
-    if figures:
-        names = ",".join(cuts)
-        run.note(f"{figures}. Pin this choice with --cuts {names}; a run that resumes keeps it.")
-    return cuts
-
 
 def cut(
     model: nn.Module,
-    cuts: Sequence[str],
     config: TrainConfig,
-    run: Run,
+    session: Session,
     criterion: nn.Module,
     precision: Precision,
 ) -> StagedPass:
     """Cut the model, and make what trains this rank's stage of it; collective.
 
     Raises:
-        ConfigError: the model can't be cut so.
+        ConfigError: the model can't be cut as asked for.
     """
-    pipeline = config.pipeline
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
             "the model has SyncBatchNorm layers, whose statistics are of the whole batch, but "
             "stages train microbatches: use BatchNorm, or leave out --stages and --microbatches."
         )
-    group = run.context.along("stage")
+    pipeline = config.pipeline
+    group = session.run.context.along("stage")
     staged = StagedPass(
         criterion=criterion,
         precision=precision,
@@ -69,15 +43,28 @@ def cut(
         microbatches=pipeline.microbatch_count,
         counts=group.rank == group.size - 1,
     )
-    staged.stage = cut_model(
-        model,
-        run,
-        staged,
+    options = PipelineOptions(
         loss=staged.loss,
         microbatches=pipeline.microbatch_count,
-        cuts=cuts,
+        cuts=pipeline.cut_names or None,
         schedule=pipeline.schedule,
+        example=_example(config, session),
         checkpoint_activations=pipeline.checkpoint_activations,
-        report=run.note,
+        spelled=_as_flag,
+    )
+    staged.stage = cut_model(
+        model, session.run, staged, options, report=session.run.note, folder=session.folder
     )
     return staged
+
+
+def _example(config: TrainConfig, session: Session) -> torch.Tensor:
+    """Return a replica's share of a batch: one image, repeated without its memory."""
+    size = config.data.image_size
+    image = torch.zeros(1, config.data.num_channels, size, size, device=session.device)
+    share = -(-config.global_batch // session.run.context.along("data").size)
+    return image.expand(share, -1, -1, -1)
+
+
+def _as_flag(cuts: Sequence[str]) -> str:
+    return f"--cuts {','.join(cuts)}"

@@ -38,6 +38,7 @@ from paceline.snapshots.store import Borrowed
 from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.state_copy import copy_state
+from paceline.update.master_weights import with_masters
 
 _Parts = Mapping[str, Mapping[Any, Any]]
 
@@ -121,6 +122,7 @@ def make_checkpoint(
         model, optimizer = pair.entries
         if not plain and pair.scope.first:
             entries[model] = with_metadata(copy_state(pair.model.state_dict()), pair.model)
+        _use_masters(entries, pair, parts_of(state, number))
         if not plain and WHOLE_OPTIMIZER not in own:
             entries[optimizer] = copy_state(pair.optimizer.state_dict())
         if exchange := {key: value for key, value in own.items() if key != WHOLE_OPTIMIZER}:
@@ -204,6 +206,15 @@ def checkpoint_entries(
         **({objects.tracked_entry: tracked} if objects.tracked_entry else tracked),
         **state[SAVED],
     }
+
+
+def _use_masters(entries: dict[str, Any], pair: StateObjects, own: _Parts) -> None:
+    """Give the model its float32 masters, which were gathered with the optimizer's state."""
+    model, optimizer = pair.entries
+    names = [name for group in own[GROUPS].values() for name in group["params"]]
+    keys = {name: key for key, name in own[ENTRIES].items() if key in entries[model]}
+    numbers = {number: keys[name] for number, name in enumerate(names) if name in keys}
+    entries[optimizer] = with_masters(entries[model], entries[optimizer], numbers)
 
 
 def snapshot_parameters(state: _Parts, objects: StateObjects) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from paceline.replica.state_parts import (
 )
 from paceline.snapshots.objects import StateObjects, with_extra_state
 from paceline.state.state_copy import copy_state
+from paceline.update.master_weights import narrow, widen
 from paceline.update.state_entries import restore_entries
 from paceline.update.state_watch import plain_state
 
@@ -67,9 +68,12 @@ def restore_checkpoint(entries: Mapping[str, Any], objects: StateObjects) -> Non
     """
     for pair in objects.pairs:
         model, optimizer = pair.entries
+        dtype = widen(pair.trained().names, pair.optimizer)  # the file is in float32
         if pair.scope.first:
             pair.model.load_state_dict(entries[model])
         pair.optimizer.load_state_dict(entries[optimizer])
+        if dtype is not None:
+            narrow(pair.trained().names, pair.optimizer, dtype)
         for p in pair.trained().names:
             p.grad = None
     tracked = entries[objects.tracked_entry] if objects.tracked_entry else entries

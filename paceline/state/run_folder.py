@@ -302,6 +302,15 @@ class RunFolder:
         self._lock = lock
 
 
+def read_configuration(run: Path) -> dict[str, Any]:
+    """Return a run's flags and their values, as `config.toml` has them; {} where there is none.
+
+    Raises:
+        PacelineError: the file can't be read.
+    """
+    return _read(run / CONFIG_NAME)
+
+
 def is_finished(run: Path) -> bool:
     """Return whether a run is finished: by the contents of its file, not the name alone.
 

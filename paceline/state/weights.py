@@ -79,11 +79,19 @@ def weights_files(folder: Path, name: str) -> tuple[Path, Path]:
     return folder / f"{name}.pt", folder / f"{name.removesuffix('_model')}_best.pt"
 
 
-def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
+def load_weights(
+    path: Path, model: nn.Module, *, flag: str = "load_model_path", whole: bool = False
+) -> tuple[str, ...]:
     """Copy a file's weights into the model, of the same names and shapes.
 
     A last layer for another number of labels stays as it is. Weights of another floating-point type
     are converted.
+
+    Args:
+        path: the file.
+        model: receives them.
+        flag: the option that gave the file.
+        whole: refuse a last layer for another number of labels.
 
     Returns:
         what was left out, in sentences.
@@ -93,7 +101,7 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
             model's; the model is as it was.
         CheckpointError: the file is damaged or holds something else, or a weight isn't a number.
     """
-    check_weights(path)
+    check_weights(path, flag)
     check_integrity(path)
     state = load_file(path)
     fits = {name: fit(weights, model) for name, weights in _state_dicts(state).items()}
@@ -106,10 +114,15 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
         name, nearest = max(fits.items(), key=lambda item: item[1].known)
         entry = f" (those in its entry {name})" if name else ""
         raise ConfigError(
-            f"--load_model_path {path}: the weights{entry} belong to another model: "
+            f"--{flag} {path}: the weights{entry} belong to another model: "
             f"{'; '.join(nearest.differences)}. Give the --model that they were trained with."
         )
     name, *others = usable
+    if whole and fits[name].head:
+        raise ConfigError(
+            f"--{flag} {path}: {fits[name].notes[0].rstrip('.').partition(':')[0]}, as of a model "
+            "for other labels: give weights of this run's labels."
+        )
     _require_numbers(path, fits[name].weights, model)
     model.load_state_dict(fits[name].weights, strict=False)
     notes = fits[name].notes
@@ -160,7 +173,7 @@ def _is_average(name: str) -> bool:
     return any(word in name.lower() for word in _AVERAGES)
 
 
-def check_weights(path: Path) -> None:
+def check_weights(path: Path, flag: str = "load_model_path") -> None:
     """Look at the ends of a file, without reading it: is it there, of a known format, not torn.
 
     Raises:
@@ -168,10 +181,10 @@ def check_weights(path: Path) -> None:
         CheckpointError: the file is torn or something else.
     """
     if not path.exists():
-        raise ConfigError(f"--load_model_path {path}: there is no such file; check the path.")
+        raise ConfigError(f"--{flag} {path}: there is no such file; check the path.")
     if check_header(path) == "safetensors" and find_spec("safetensors") is None:
         raise ConfigError(
-            f"--load_model_path {path}: a safetensors file, but the package safetensors isn't "
+            f"--{flag} {path}: a safetensors file, but the package safetensors isn't "
             "installed; run pip install 'paceline[safetensors]'."
         )
 

@@ -34,12 +34,14 @@ class Fit:
         notes: what is left out or renamed, in sentences without their subject.
         differences: what makes it another model's, in parts of a sentence; none if it fits.
         known: number of the model's names that the file has.
+        head: names of the last layer's tensors that keep their initial values.
     """
 
     weights: Mapping[str, Any]
     notes: list[str]
     differences: list[str]
     known: int
+    head: tuple[str, ...] = ()
 
 
 def fit(state: Mapping[str, Any], model: nn.Module) -> Fit:
@@ -84,6 +86,7 @@ def _compare(
         notes=notes,
         differences=[part for part in parts if part],
         known=len(common),
+        head=head,
     )
 
 

@@ -1,5 +1,8 @@
 """Updates of a rank's shards (ZeRO-1): torch's optimizer over the fragments of parameters in them.
 
+With `masters`, the fragments of narrow parameters are their float32 masters, and are held between
+steps (`master_weights.py`).
+
 A rank holds the optimizer's state of its own fragments, 1/N of the whole; `gather` assembles the
 whole state on rank 0.
 """
@@ -22,7 +25,8 @@ from paceline.update.divided_optimizer import (
     flat_as,
     flat_of,
 )
-from paceline.update.owned_shards import OwnedShards
+from paceline.update.master_weights import MASTER, is_narrow, renew
+from paceline.update.owned_shards import Fragment, OwnedShards
 from paceline.update.state_entries import restore_entries
 from paceline.update.updater import StepHyperparameters
 
@@ -40,31 +44,60 @@ class ShardOptimizer(DividedOptimizer):
 
     Args:
         optimizer: the user's optimizer, whose class and hyperparameters the updates use.
+        masters: whether parameters of 16 bits have float32 masters.
 
     Raises:
         ConfigError: as `DividedOptimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, buckets: Sequence[Bucket], *, masters: bool = False
+    ) -> None:
         super().__init__(optimizer, buckets, SHARDED)
         self._shards = OwnedShards()
         self._memory: dict[int, Tensor] = {}  # of the shards' sums, by bucket
+        narrow = [b.index for b in buckets if b.parameters and is_narrow(b.parameters[0])]
+        self.wide = frozenset(narrow if masters else ())  # buckets with masters
 
     def add_shard(self, index: int, shard: slice, memory: Tensor) -> None:
         """Take a bucket's shard: the range of its values, and the memory of its sums, (values,)."""
         bucket = self._buckets[index]
         lengths = [p.numel() for p in bucket.parameters]
         self._memory[index] = memory
-        self._shards.add(index, bucket.names, lengths, shard, memory)
+        values = memory.new_empty(0, dtype=torch.float32) if index in self.wide else memory
+        self._shards.add(index, bucket.names, lengths, shard, values)
         self._shards.optimize(index, self._optimizer, bucket.param_group)
-        self._shards.release(index)
+        if index in self.wide:
+            self._take_present(index)
+        else:
+            self._shards.release(index)
+
+    @torch.no_grad()
+    def _take_present(self, index: int, *, written: bool = False) -> None:
+        """Take the present parameters of a bucket's fragments, or `written` ones alone."""
+        for fragment in self._shards.fragments[index]:
+            p = self._buckets[index].parameters[fragment.range.index]
+            present = flat_of(p)[fragment.range.start : fragment.range.stop]
+            if written:
+                renew(fragment.values, present)
+            else:
+                fragment.values.copy_(present)
 
     def _take(self, state: Mapping[Tensor, Any]) -> None:
         for index, fragments in self._shards.fragments.items():
             for fragment in fragments:
                 p = self._buckets[index].parameters[fragment.range.index]
                 own = cut_state(state.get(p, {}), p, fragment.range.start, fragment.range.stop)
-                self._shards.state[fragment.values] = own
+                self._shards.state[fragment.values] = self._with_master_taken(index, fragment, own)
+
+    @torch.no_grad()
+    def _with_master_taken(
+        self, index: int, fragment: Fragment, entries: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Take the master out of a fragment's entries, if it is there; return the others."""
+        if index in self.wide and MASTER in entries:
+            fragment.values.copy_(entries[MASTER])
+        return {name: value for name, value in entries.items() if name != MASTER}
 
     def freeze(self) -> StepHyperparameters:
         """Take the optimizer's present hyperparameters for the updates to come."""
@@ -80,32 +113,48 @@ class ShardOptimizer(DividedOptimizer):
             p = self._buckets[index].parameters[fragment.range.index]
             whole = None if p.grad is None else flat_as(p, p.grad)
             inside = slice(fragment.range.start, fragment.range.stop)
-            gradients.append(None if whole is None else whole[inside])
+            own = None if whole is None else whole[inside]
+            gradients.append(own if own is None or index not in self.wide else own.float())
         return gradients
 
     def update(
-        self, index: int, used: Sequence[int], given: Sequence[Tensor | None] | None
+        self,
+        index: int,
+        sums: Tensor,
+        used: Sequence[int],
+        given: Sequence[Tensor | None] | None,
     ) -> None:
         """Replace the sums of this rank's shard by updated parameters.
 
         Args:
             index: the bucket's index.
+            sums: (values,), the sums: the memory of `add_shard`, or of a wide bucket, float32.
             used: (parameters,), 0 where no rank used one, if the gradients are the sums.
             given: gradients to use in place of the sums, one a fragment.
         """
-        # The model has the parameters: a copy is there during the update only.
-        self._shards.allocate(index)
-        with torch.no_grad():
-            for fragment in self._shards.fragments[index]:
-                # Anew in each step: a script may have written the parameter since the last one.
-                p = self._buckets[index].parameters[fragment.range.index]
-                fragment.values.copy_(flat_of(p)[fragment.range.start : fragment.range.stop])
-        self._shards.update(index, self._memory[index], used, given)
-        self._shards.release(index)
+        wide = index in self.wide
+        if not wide:
+            # The model has the parameters: a copy is there during the update only.
+            self._shards.allocate(index)
+        # Anew in each step: a script may have written the parameter since the last one.
+        self._take_present(index, written=wide)
+        self._shards.update(index, sums, used, given)
+        if wide:
+            self._memory[index].copy_(sums)
+        else:
+            self._shards.release(index)
 
     def local(self) -> Ranges:
-        """Return this rank's shards of the state: (start, stop, state) of each parameter."""
-        return self._shards.local()
+        """Return this rank's shards of the state, and masters: (start, stop, state) by name."""
+        masters = {
+            fragment.name: {MASTER: fragment.values.detach()}
+            for index in self.wide
+            for fragment in self._shards.fragments.get(index, ())
+        }
+        return {
+            name: (start, stop, {**state, **masters.get(name, {})})
+            for name, (start, stop, state) in self._shards.local().items()
+        }
 
     def restore_local(self, saved: Ranges) -> bool:
         """Take copies of what `local` returned, if this rank has the same shards."""
@@ -115,5 +164,6 @@ class ShardOptimizer(DividedOptimizer):
             for fragment in fragments:
                 group = self._optimizer.param_groups[self._buckets[index].param_group]
                 state = self._shards.state[fragment.values]
-                restore_entries(state, saved[fragment.name][2], fragment.values, group)
+                entries = self._with_master_taken(index, fragment, saved[fragment.name][2])
+                restore_entries(state, entries, fragment.values, group)
         return True

@@ -42,6 +42,8 @@ def candidates_of(
     """
     if config.sync != "auto":
         return [config]
+    if sum(workers_per_machine) == 1 and config.narrow:  # the only worker owns the masters
+        return [replace(config, sync="notified")]
     if sum(workers_per_machine) == 1:
         return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
     table = SHARED_GPU if sharing else CANDIDATES[device.type]

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
@@ -22,7 +23,7 @@ from paceline.algorithms.served.synchronizer import make_served
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import GradientSynchronizer
 from paceline.codecs.codecs import CODECS
-from paceline.comm.communicator import Communicator, require_same_call, total
+from paceline.comm.communicator import Communicator, broadcast_all, require_same_call, total
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.context import GenerationContext, WindowSpec
@@ -33,6 +34,7 @@ from paceline.reduce.put_engine.layout import Topology, most_shards
 from paceline.replica.buffer_broadcast import BufferBroadcast
 from paceline.replica.earlier_buffers import computed_buffers
 from paceline.replica.grouped_replica import GroupedReplica
+from paceline.replica.live_hooks import before_scaler_calls
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import (
@@ -46,7 +48,8 @@ from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.server.found_servers import FoundServers, find_parameter_servers
 from paceline.update.batch_norm import BatchShare, RunningStatistics, SyncBatchNorm
 from paceline.update.divided_optimizer import require_divisible
-from paceline.update.shard_optimizer import ShardOptimizer
+from paceline.update.master_weights import NARROW, narrow, require_float32
+from paceline.update.shard_optimizer import SHARDED, ShardOptimizer
 from paceline.update.updater import ELEMENTWISE, is_bucketwise, make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.connections import adds_up_on_gpus, refuse_shared_gpu
@@ -147,7 +150,8 @@ def _notified(
 ) -> GradientSynchronizer:
     options = _put_options(buckets, config, groups)
     if config.update == "sharded":
-        return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
+        shards = ShardOptimizer(optimizer, buckets, masters=config.narrow)
+        return make_sharded(buckets, shards, statistics, options)
     return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
 
 
@@ -402,6 +406,8 @@ def replicate(
         servers = find_parameter_servers(run, model, optimizer, config)
     groups = ExchangeGroups(run, model, config.sync, servers=servers)
     trained = TrainedParameters.of(model, optimizer)
+    if config.narrow:
+        trained = _narrow(model, optimizer, trained, config, groups)
     if servers is not None:
         values = sum(parameter.numel() for parameter in trained.groups)
         workers = many(run.context.world.size, "worker")
@@ -425,11 +431,36 @@ def replicate(
         share=share,
         buffers=_broadcast(model, run) if buffers == "broadcast" else None,
     )
+    if config.param_dtype == "float16":
+        replica.on_close(before_scaler_calls(optimizer, _refuse_scaler))
     if predictor is not None:
         predictor.watch(replica)
     if run.timeline.traced:
         replica.on_close(watch_passes(model, run.timeline))
     return replica
+
+
+def _narrow(
+    model: nn.Module,
+    optimizer: Optimizer,
+    trained: TrainedParameters,
+    config: SyncConfig,
+    groups: ExchangeGroups,
+) -> TrainedParameters:
+    """Store rank 0's parameters in 16 bits, with masters; collective. Return what is trained."""
+    require_divisible(optimizer, SHARDED)
+    require_float32(trained.names, config.param_dtype)
+    communicator = groups.run.context.group("data", groups.steps)
+    broadcast_all(communicator, list(trained.names), "the broadcast of rank 0's weights")
+    narrow(trained.names, optimizer, NARROW[config.param_dtype])
+    return TrainedParameters.of(model, optimizer)
+
+
+def _refuse_scaler(_: GradScaler) -> None:
+    raise ConfigError(
+        "a GradScaler is used with param_dtype='float16', whose gradients of 16 bits would be "
+        "unscaled in 16 bits: use param_dtype='bfloat16', or no GradScaler."
+    )
 
 
 def _may_be_stale(

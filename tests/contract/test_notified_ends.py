@@ -184,7 +184,7 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
         exchange = PutExchange(window, layout, [[ones]], [["weight"]], timeout)
         version = exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
         if rank == 0:
-            exchange.return_sums(0, lambda: None)  # rank 1, which owns the other half, doesn't
+            exchange.return_sums(0, lambda _: None)  # rank 1, which owns the other half, doesn't
             with pytest.raises(CommTimeout) as caught:
                 exchange.wait(0, version)
             said[rank] = str(caught.value)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "paceline"
 LAYERS = (
     "cli",
     "api",
-    "session",
+    "inference session",
     "wiring",
     "server",
     "trainer",

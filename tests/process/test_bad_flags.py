@@ -85,6 +85,11 @@ FLAGS = {
         message=r"invalid choice 'double' for argument '--dtype'. Expected one of \('float', "
         r"'float16', 'bfloat16'\).",
     ),
+    "parameters of 16 bits in a forward of 32": Bad(
+        command="--update sharded --param_dtype bfloat16",
+        message=r"--param_dtype bfloat16: needs a forward in bfloat16: .* add --dtype "
+        r"bfloat16, or leave out --param_dtype\.",
+    ),
     "contradictory": Bad(
         command="--num_gpus 2 --num_workers 2",
         message="--num_gpus 2 and --num_workers 2 are redundant: use one of them.",

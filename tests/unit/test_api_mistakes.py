@@ -266,6 +266,31 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 
 
+def test_narrow_parameters_where_they_cannot_be(world: World, model: nn.Module) -> None:
+    narrow: Any = {"update": "sharded", "param_dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="param_dtype is 'int4'; it must be one of float32, bfl"):
+        paceline.parallelize(model, sgd(model), world, param_dtype="int4")
+    with pytest.raises(ConfigError, match=r"^param_dtype bfloat16: needs update sharded .* add"):
+        paceline.parallelize(model, sgd(model), world, param_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"^wire int8: gradients are sent in param_dtype bfloat"):
+        paceline.parallelize(model, sgd(model), world, wire="int8", **narrow)
+    half = [torch.optim.SGD([p]) for p in [*model.parameters()][:2]]
+    with pytest.raises(ConfigError, match=r"^param_dtype was given with several models or opti"):
+        paceline.parallelize(model, half, world, **narrow)
+    with pytest.raises(ConfigError, match=r"^param_dtype bfloat16 makes .* but .* is float64: lea"):
+        paceline.parallelize(model, sgd(model), world, **narrow)
+    optimizer = sgd(model.float())
+    paceline.parallelize(model, optimizer, world, update="sharded", param_dtype="float16")
+    scaler = torch.amp.GradScaler("cpu")
+    with world.step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(samples()[:2][0].float()).float().sum()
+        scaler.scale(loss).backward()
+        with pytest.raises(ConfigError, match=r"^a GradScaler is used with param_dtype='float16'"):
+            scaler.unscale_(optimizer)
+        optimizer.step()
+
+
 def test_what_changes_nothing_on_one_machine_is_told(
     world: World, model: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_the_end_names_the_best_epoch_and_the_weights() -> None:
     assert file.getvalue()[written:] == (
         "Finished after 0:00; best test accuracy 96.10% after epoch 3.\n"
         "Weights: runs/r/a.pt, runs/r/b.pt\n"
+        "Classify images: paceline predict runs/r IMAGE …\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,13 @@ def test_stages_with_different_batches_are_refused() -> None:
         on_ranks(run, 2)
 
 
+def test_what_has_no_row_for_each_sample_is_refused() -> None:
+    x, y = BATCH
+    others: Any = [(x, [0, 1, 0, 1]), ({"x": x}, y), (x, torch.tensor(1)), (x[:0], y[:0])]
+    for batch in others:
+        assert "pass a tensor with a row for each sample" in refused(model(), batch=batch)
+
+
 def test_a_loss_that_isnt_one_number_is_refused() -> None:
     sentence = refused(model(), batch=BATCH, loss=lambda x, y: x)
     assert "loss= returned what isn't one number" in sentence
@@ -195,6 +203,28 @@ def test_the_choice_is_printed_once_with_its_figures() -> None:
         sentence,
     )
     assert all(torch.equal(before.state_dict()[name], value) for name, value in state.items())
+
+
+def test_a_resumed_run_has_the_cuts_that_it_began_with(tmp_path: Path) -> None:
+    def choose(given: nn.Module, example: Tensor | None) -> tuple[list[str], str]:
+        def run(rank: PipelineRank) -> tuple[list[str], list[str]]:
+            rank.folder = tmp_path
+            stage = rank.cut(given, F.cross_entropy, microbatches=2, example=example)
+            return sorted(stage.state_dict()), rank.said
+
+        (first, said), _ = on_ranks(run, 2)
+        return first, said[0]
+
+    last_is_large = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 99))
+    parts, sentence = choose(last_is_large, None)
+    assert parts == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert sentence.startswith("cuts by parameters' bytes: ")
+    first_is_large = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), nn.Linear(4, 4))
+    parts, sentence = choose(first_is_large, torch.randn(4, 4))
+    assert parts == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert sentence == "cuts=['2'], as at the first start of this run (cuts.toml in its folder)."
+    shorter = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert choose(shorter, None)[1].startswith("cuts by parameters' bytes: ")
 
 
 def test_timing_changes_neither_state_nor_random_numbers() -> None:

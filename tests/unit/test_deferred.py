@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from paceline.parallel.cuts import block_costs
 from paceline.parallel.cutting import cut_model
 from paceline.parallel.deferred import deferred_init, values_of
 from paceline.parallel.materialize import RESETS, materialize, record_resets
+from paceline.parallel.pipeline import PipelineOptions
 from tests.harness.equivalence.pipelines import PipelineRank, on_ranks
 from tests.harness.processes.python_program import ROOT
 
@@ -40,9 +40,11 @@ def several_kinds() -> nn.Module:
     model.to(memory_format=torch.channels_last)
     rate = torch.linspace(0, 0.3, 4)[2].item()
     own = torch.Generator().manual_seed(5)
+    given = torch.tensor(model[4].bias.tolist())
+    given.mul_(torch.rand(5))  # which has memory
     buffers = {
         "scaled": torch.arange(4.0).sin()[None].expand(2, 4) * rate,
-        "given": torch.tensor(model[4].bias.tolist()),
+        "given": given,
         "drawn": torch.randn(3, generator=own) + torch.randn(3, generator=own),
         "bits": torch.bernoulli(torch.rand(9)),
         "chosen": torch.rand(9).gt(0.5).nonzero(),
@@ -114,8 +116,8 @@ def test_a_stage_has_its_own_values_alone() -> None:
 
     def run(rank: PipelineRank) -> dict[str, Tensor]:
         whole = models[rank.run.context.along("stage").rank]
-        options: Any = {"loss": F.cross_entropy, "microbatches": 3, "report": rank.said.append}
-        stage = cut_model(whole, rank.run, rank.releases, cuts=["1", "3"], **options)
+        options = PipelineOptions(loss=F.cross_entropy, microbatches=3, cuts=["1", "3"])
+        stage = cut_model(whole, rank.run, rank.releases, options, report=rank.said.append)
         assert not any(tensor.is_meta for tensor in stage.state_dict().values())
         for name, p in stage.named_parameters():
             assert hasattr(p, "mark") is (name in ("0.weight", "3.weight")), name
@@ -149,8 +151,10 @@ def test_a_model_of_the_meta_device_gets_the_values_of_reset_parameters() -> Non
         model = make()
     torch.manual_seed(1)
     said: list[str] = []
-    options: Any = {"loss": F.cross_entropy, "microbatches": 1, "report": said.append}
-    (stage,) = on_ranks(lambda rank: cut_model(model, rank.run, rank.releases, **options), 1)
+    options = PipelineOptions(loss=F.cross_entropy, microbatches=1)
+    (stage,) = on_ranks(
+        lambda rank: cut_model(model, rank.run, rank.releases, options, report=said.append), 1
+    )
     for key, value in expected.state_dict().items():
         assert torch.equal(stage.state_dict()[key], value), key
     assert RESETS in said

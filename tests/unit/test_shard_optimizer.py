@@ -23,7 +23,7 @@ def test_a_shard_is_updated_as_by_torch_and_holds_nothing_but_its_state() -> Non
         other.step()
         memory.copy_(gradient[20:80])
         shards.freeze()
-        shards.update(0, [1], None)
+        shards.update(0, memory, [1], None)
         assert torch.equal(memory, plain.detach()[20:80])
         with torch.no_grad():
             parameter[20:80] = memory

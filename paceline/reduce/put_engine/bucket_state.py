@@ -26,6 +26,8 @@ from paceline.reduce.put_engine.layout import (
 )
 from paceline.reduce.put_engine.zero_suppression import ZeroSuppression
 
+Update = Callable[[Tensor], None]
+
 
 class RankLayout:
     """Rank layout of an exchange: the rank's group, its local shard, and its peers.
@@ -222,9 +224,12 @@ class BucketState:
         weight: factor by which the values of `gathered` must still be multiplied.
         flags: flags of the ranks of this group; after the sum over groups, flags of all ranks.
         returns: the kind of notification by which owners return the version: sums, or parameters.
-        update: replaces the shard's sums by updated parameters; None if the sums are sent back, or
-            other owners update.
+        update: replaces the shard's sums by updated parameters, given the sums, (values,), of which
+            nothing is needed where `empty`; None if the sums are sent back, or other owners update.
+        group_dtype: dtype of unencoded contributions to other groups.
         operation: description of the version, for errors.
+        wide: whether the owner sums in float32, when it returns the version; until then
+            `gathered` and `weight` are those of this rank, or of its group where there are others.
         empty: True if the version carries no gradients, because `update` already has this shard's
             gradient sums.
     """
@@ -239,6 +244,8 @@ class BucketState:
         spec = layout.spec
         self.index = layout.index
         self.defers_return = spec.returns_parameters
+        self.wide = spec.wide
+        self.group_dtype = spec.group_dtype or spec.dtype
         self._header_size = spec.header_size
         self.direct_return = layout.returned_sums.count == 0
         self.gradient_views = GradientViews(layout, templates, names)
@@ -266,7 +273,7 @@ class BucketState:
         if rank_layout.local_shard is not None:
             self._view_shards(layout, rank_layout, rank_layout.local_shard)
         self.returns = SUM
-        self.update: Callable[[], None] | None = None
+        self.update: Update | None = None
         self.empty = False
         self.operation = ""
         self.local_gradients: LocalGradients | None = None
@@ -274,7 +281,7 @@ class BucketState:
         self.weight = 1.0
         self.flags: Flags | None = None
 
-    def let_return(self, update: Callable[[], None] | None, *, parameters: bool) -> None:
+    def let_return(self, update: Update | None, *, parameters: bool) -> None:
         """Note what the version returns: sums, or parameters, which `update` makes of them here."""
         self.update = update
         self.returns = PARAMETERS if parameters else SUM

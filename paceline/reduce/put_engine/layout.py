@@ -150,6 +150,11 @@ class BucketSpec:
         suppresses_zeros: whether contributions and sums that are put between groups may leave out
             blocks of zeros. They then begin with a preamble (`zero_suppression.py`). Where updated
             parameters may be sent back, what is sent back is complete.
+        wide: whether values of 16 bits are summed in float32, by the owner, when it returns the
+            version. Contributions then come as they are, with their weight. Needs
+            `returns_parameters`.
+        group_dtype: dtype of contributions to other groups without a codec, where it isn't
+            `dtype`: sums of several ranks' wide values are float32.
         slots: number of versions whose contributions and sums have memory of their own: 1, and the
             staleness. More than 1 needs plain values, because residuals and suppressed zeros
             follow from one version to the next.
@@ -163,6 +168,8 @@ class BucketSpec:
     returns_parameters: bool = False
     suppresses_zeros: bool = False
     returns_plain: bool = False
+    wide: bool = False
+    group_dtype: torch.dtype | None = None
     slots: int = 1
 
     @property
@@ -172,11 +179,12 @@ class BucketSpec:
 
     def encoded_size(self, numel: int) -> int:
         """Return the bytes of so many values of a contribution to another group."""
-        return numel * self.dtype.itemsize if self.codec is None else self.codec.size(numel)
+        dtype = self.group_dtype or self.dtype
+        return numel * dtype.itemsize if self.codec is None else self.codec.size(numel)
 
     def encoded_sum_size(self, numel: int) -> int:
         """Return the bytes of so many values of sums that are sent back to another group."""
-        if self.returns_plain:
+        if self.returns_plain or self.wide:
             return numel * self.dtype.itemsize
         codec = self.return_codec
         return self.encoded_size(numel) if codec is None else codec.size(numel)
@@ -393,6 +401,9 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
     served = bool(topology.servers)
     if served:
         spec = replace(spec, returns_plain=True)
+    assert not spec.wide or (spec.returns_parameters and spec.codec is None and not served)
+    if spec.wide and group_size > 1:
+        spec = replace(spec, group_dtype=torch.float32)
     plain = spec.codec is None and not spec.suppresses_zeros
     assert spec.slots == 1 or (plain and (served or not spec.returns_parameters))
     head = spec.header_size

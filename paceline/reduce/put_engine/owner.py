@@ -23,13 +23,19 @@ from functools import reduce
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from paceline.codecs.codec import Piece, cut
+from paceline.codecs.codec import Piece, add_up_wide, cut
 from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.peer_activities import WaitLimit
 from paceline.comm.window import Window
 from paceline.errors import ConfigError, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
+from paceline.reduce.put_engine.bucket_state import (
+    BucketState,
+    BucketStates,
+    RankLayout,
+    ReceiveBuffer,
+)
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM
 from paceline.reduce.put_engine.sender import Sender
@@ -212,7 +218,9 @@ class Owner:
             bucket.gathered = ours
             bucket.weight = gradients.weight
             bucket.flags = gradients.flags
-            if self._group_peers:
+            if self._group_peers and bucket.wide:
+                self._gather_wide(bucket, gradients)
+            elif self._group_peers:
                 self._sum_group_ranks(bucket, gradients, ours)
             if self._group_peers or bucket.feedback is not None:  # otherwise `send` has put them
                 flags = bucket.flags
@@ -237,14 +245,27 @@ class Owner:
         bucket.weight = 1.0
         bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
 
+    def _gather_wide(self, bucket: BucketState, gradients: LocalGradients) -> None:
+        """Unite the group's flags; sum where other groups need it, else when the sum returns."""
+        buffers = bucket.from_group_ranks
+        bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
+        if self._peer_owners:
+            values = bucket.local_shard
+            total = _wide_sum(bucket, buffers, bucket.gathered, values.stop - values.start)
+            bucket.gathered = [(0, len(total), total)]
+            bucket.weight = 1.0
+
     def _sum(self, index: int) -> None:
         """Sum the groups' contributions to this rank's shard."""
         version = int(self._summed[index]) + 1
         bucket = self._buckets.at(index, version)
         if not bucket.empty:
             if self._contributors:
-                self._sum_groups(bucket)
-            elif not (self._group_peers or self._peer_owners):
+                if not bucket.wide:
+                    self._sum_groups(bucket)
+                flags = [bucket.flags if r is None else r.flags for r in bucket.from_groups]
+                bucket.flags = _union([each for each in flags if each is not None])
+            elif not bucket.wide and not (self._group_peers or self._peer_owners):
                 add_up([bucket.gathered], [bucket.weight], bucket.sums)
             if self._ranks.rank == self._ranks.flags_sender:
                 self._send_flags(bucket, version)
@@ -272,21 +293,23 @@ class Owner:
                     add_up([[(0, len(own), own)], ours], [1.0, bucket.weight], own)
                 else:
                     add_up([ours], [bucket.weight], own)
-        flags = [bucket.flags if r is None else r.flags for r in buffers]
-        bucket.flags = _union([each for each in flags if each is not None])
 
     def _return_sums(self, index: int) -> None:
         """Put the shard's sums, or updated parameters, to the other owners: the all-gather."""
         version = int(self._returned[index]) + 1
         bucket = self._buckets.at(index, version)
-        source = bucket.own_sums
+        source = total = bucket.own_sums
+        if bucket.wide:
+            total = self._wide_total(bucket)
         returns = bucket.returns  # the caller sets it anew once one contributor has the version
         feedback = bucket.feedback
         group = self._ranks.group
         if bucket.update is not None:
             if feedback is not None and not bucket.empty:
                 feedback.complete_sums(group, bucket.own_sums)
-            bucket.update()
+            bucket.update(total)
+        elif bucket.wide:
+            source.copy_(total)
         elif feedback is not None:
             encoded = not bucket.defers_return
             source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
@@ -296,6 +319,17 @@ class Owner:
             data = bucket.sum_suppression.suppress(RETURNED, data)
         for peer in self._contributors:
             self._put(bucket, peer, bucket.returned_at, data, returns, version)
+
+    def _wide_total(self, bucket: BucketState) -> Tensor:
+        """Sum a wide bucket's contributions to this rank's shard, (values,), in float32."""
+        numel = len(bucket.own_sums)
+        if bucket.empty:
+            return torch.empty(numel)
+        if self._contributors:
+            ours = cut(bucket.gathered, bucket.own_shard)
+            return _wide_sum(bucket, bucket.from_groups, ours, numel)
+        buffers = bucket.from_group_ranks or [None]
+        return _wide_sum(bucket, buffers, bucket.gathered, numel)
 
     def _finish(self, index: int) -> None:
         """Write the other groups' sums to the group's memory, and notify the group."""
@@ -350,6 +384,17 @@ def _indices(which: NDArray[np.bool_]) -> list[int]:
     """Return where something is true, the most urgent bucket first."""
     found: list[int] = which.nonzero()[0][::-1].tolist()
     return found
+
+
+def _wide_sum(
+    bucket: BucketState, buffers: Sequence[ReceiveBuffer | None], ours: Sequence[Piece], numel: int
+) -> Tensor:
+    """Sum wide contributions in order, (numel,); this rank's are `ours`, whose buffer is None."""
+    among_groups = buffers is bucket.from_groups
+    dtype = bucket.group_dtype if among_groups else bucket.sums.dtype
+    parts = [ours if r is None else [(0, numel, r.values.view(dtype))] for r in buffers]
+    weights = [bucket.weight if r is None else r.weight for r in buffers]
+    return add_up_wide(parts, weights, numel)
 
 
 def _union(flags: Sequence[Flags]) -> Flags:

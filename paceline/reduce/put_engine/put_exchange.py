@@ -24,7 +24,7 @@ names the ranks whose contributions are missing, rather than an owner that waits
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from paceline.comm.peer_activities import Timeout
 from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
+from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout, Update
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM, Layout
@@ -113,8 +113,13 @@ class PutExchange:
         """Begin a version without gradients: owners have been given theirs; return it."""
         return self._sender.send_empty(index)
 
-    def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
-        """Let a shard's sums return, or the parameters that `update` writes in their place."""
+    def return_sums(self, index: int, update: Update | None) -> None:
+        """Let a shard's sums return, or the parameters that `update` writes in their place.
+
+        Args:
+            update: gets the sums of the shard, (values,): its memory, or a float32 temporary where
+                the bucket is wide.
+        """
         self._newest(index).let_return(update, parameters=update is not None)
         self._owner.allow_return(index, int(self._sender.sent[index]))
 

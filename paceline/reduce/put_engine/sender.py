@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Piece, cut
+from paceline.codecs.codec import Piece, cut, join
 from paceline.codecs.kernels.compiled import add_up
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
@@ -56,9 +56,13 @@ class Sender:
         bucket.let_return(None, parameters=False)
         bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         for owner, local_shard, buffer, contribution in bucket.to_owners:
-            buffer.write_header(1.0, gradients.flags)
             pieces = cut(gradients.pieces, local_shard)
-            add_up([pieces], [gradients.weight], contribution, past_caches=True)
+            if bucket.wide:
+                buffer.write_header(gradients.weight, gradients.flags)
+                join(pieces, contribution)
+            else:
+                buffer.write_header(1.0, gradients.flags)
+                add_up([pieces], [gradients.weight], contribution, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if not self._ranks.group_peers and bucket.feedback is None:
             self.put_shards(bucket, gradients.pieces, gradients.weight, gradients.flags, version)
@@ -99,7 +103,8 @@ class Sender:
             inside = cut(pieces, values)
             source: list[torch.Tensor]
             if bucket.feedback is None:
-                source = [bucket.header(weight, flags), *(piece for _, _, piece in inside)]
+                values_sent = [piece.to(bucket.group_dtype) for _, _, piece in inside]
+                source = [bucket.header(weight, flags), *values_sent]
                 if not weight and bucket.suppression is None:
                     del source[1:]  # no owner reads them
             else:

@@ -80,7 +80,7 @@ class ShardServer:
     def return_version(self, index: int, version: int, update: Callable[[], None] | None) -> None:
         """Let a version's sums return, or the parameters that `update` writes in their place."""
         bucket = self._buckets.at(index, version)
-        bucket.let_return(update, parameters=update is not None)
+        bucket.let_return(None if update is None else lambda _: update(), parameters=bool(update))
         self._owner.allow_return(index, version)
 
     def serve(self, check: Callable[[], None] = lambda: None) -> None:

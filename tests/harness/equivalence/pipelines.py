@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
 from paceline.parallel.cutting import cut_model
+from paceline.parallel.pipeline import PipelineOptions
 from paceline.parallel.stage import Stage
 from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare
@@ -101,11 +103,13 @@ class PipelineRank:
         run: its run.
         releases: of its stage.
         said: what the cutting has reported here.
+        folder: of the run.
     """
 
     run: Run
     releases: Later = field(default_factory=Later)
     said: list[str] = field(default_factory=list)
+    folder: Path | None = None
 
     def cut(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], **options: Any) -> Stage:
         """Return this rank's stage of a model's copy."""
@@ -113,9 +117,9 @@ class PipelineRank:
             copy.deepcopy(model),
             self.run,
             self.releases,
-            loss=loss,
+            PipelineOptions(loss=loss, **options),
             report=self.said.append,
-            **options,
+            folder=self.folder,
         )
 
     def bind(self, stage: Stage, optimizer: Optimizer, config: SyncConfig) -> Replica:

@@ -1,0 +1,135 @@
+"""Predictions for image files: a stream of batches, decoded ahead by decode processes.
+
+    paths ──▶ decode processes ──▶ batch on the device ──▶ model ──▶ the likeliest classes
+              the next two batches are begun meanwhile
+
+Images are cut, scaled and normalised as in the evaluation of the training. Memory is bounded by the
+batches in flight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from torch import Tensor
+
+from paceline.config.data import MAX_DECODE_WORKERS
+from paceline.data.batch_maker import BatchMaker, Making
+from paceline.data.decoding.decode_pool import DecodePool
+from paceline.data.decoding.host_batches import HostBatches
+from paceline.data.image.image_paths import ImageFiles
+from paceline.data.upload import Upload
+from paceline.errors import DataError
+from paceline.inference.trained_model import TrainedModel
+from paceline.wiring.samples import normalisation, sample_maker
+
+_AHEAD = 3  # batches that are begun
+_FEW = 200  # images that one thread has decoded before processes would have begun
+_LIMIT_S = 600.0  # for the decoding of a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says of an image.
+
+    Attributes:
+        path: the image's.
+        labels: the likeliest classes, the likeliest first; none if the image can't be read.
+        probabilities: theirs.
+        error: why the image can't be read; None: it can.
+    """
+
+    path: str
+    labels: Sequence[int] = ()
+    probabilities: Sequence[float] = ()
+    error: str | None = None
+
+
+def predict(
+    trained: TrainedModel, paths: Sequence[str], *, top: int, batch_size: int, workers: int | None
+) -> Generator[Prediction, None, None]:
+    """Yield the predictions for images, in their order; `close()` it to stop early.
+
+    Args:
+        trained: the model.
+        paths: of image files.
+        top: how many classes an image, at most all.
+        batch_size: images that the model gets at once.
+        workers: decode processes, beside a thread of this process; None: one a core but one, and
+            none for few images.
+
+    Raises:
+        ConfigError: the model fails.
+        DataError: decode processes can't go on, or a disk doesn't respond.
+    """
+    data = trained.config.data
+    pool = DecodePool(_processes(len(paths), workers), cuda=_is_cuda(trained), thread=True)
+    layout = trained.config.model.channels_last
+    pixels = normalisation(data, trained.device, channels_last=layout)
+    upload = Upload(**pixels, channels=data.num_channels, width=data.image_size)
+    samples = sample_maker(data, ImageFiles(paths), train=False, labelled=False)
+    batches = HostBatches(pool, samples, upload)
+    try:
+        for making in _made(batches, len(paths), batch_size):
+            logits = _logits(trained, batches, making)
+            yield from _predictions(paths, making, logits, top)
+    finally:
+        pool.close()
+
+
+def _made(batches: BatchMaker, count: int, batch_size: int) -> Iterator[Making]:
+    """Yield batches of samples that are made; each is released before the next one."""
+    ranges = (np.arange(at, min(at + batch_size, count)) for at in range(0, count, batch_size))
+    begun = deque(batches.begin(0, records) for records in islice(ranges, _AHEAD))
+    while begun:
+        making = begun.popleft()
+        if not batches.wait([making], _LIMIT_S):
+            raise DataError(
+                f"a batch of images wasn't read within {_LIMIT_S:g} s: the disk or network doesn't "
+                "respond; repair it, and start the command again."
+            )
+        yield making
+        begun.extend(batches.begin(0, records) for records in islice(ranges, 1))
+
+
+def _logits(trained: TrainedModel, batches: BatchMaker, making: Making) -> Tensor | None:
+    """Return the logits of a batch's readable images on the CPU; None: there is none."""
+    good = [at for at, record in enumerate(making.records.tolist()) if record not in making.bad]
+    if not good:
+        batches.release(making, None)
+        return None
+    uploaded = batches.on_device([(making, np.asarray(good))])
+    batches.release(making, uploaded.copied)
+    return trained.logits(uploaded.images).float().cpu()
+
+
+def _predictions(
+    paths: Sequence[str], making: Making, logits: Tensor | None, top: int
+) -> Iterator[Prediction]:
+    rows = iter(()) if logits is None else iter(logits.softmax(1))
+    for record in making.records.tolist():
+        path = paths[record]
+        if record in making.bad:
+            yield Prediction(path=path, error=str(making.bad[record]))
+            continue
+        row = next(rows)
+        best = row.topk(min(top, len(row)))
+        yield Prediction(
+            path=path, labels=best.indices.tolist(), probabilities=best.values.tolist()
+        )
+
+
+def _processes(images: int, workers: int | None) -> int:
+    if workers is not None:
+        return workers
+    cores = len(os.sched_getaffinity(0))
+    return 0 if images < _FEW else min(cores - 1, MAX_DECODE_WORKERS)
+
+
+def _is_cuda(trained: TrainedModel) -> bool:
+    return trained.device.type == "cuda"
