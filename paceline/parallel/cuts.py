@@ -81,10 +81,8 @@ class CutChoice:
             earlier = None if folder is None else self._read(folder / NAME, stages)
             chosen = earlier or self._measured(stages, report)
             if earlier:
-                names = [self.paths[index] for index in earlier]
-                report(
-                    f"{self.spelled(names)}, as at the first start of this run ({NAME} in its folder)."
-                )
+                names = self.spelled([self.paths[index] for index in earlier])
+                report(f"{names}, as at the first start of this run ({NAME} in its folder).")
         communicator = run.context.group("all", "steps")
         chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
         cuts = [self.paths[index] for index in chosen]

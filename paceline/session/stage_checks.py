@@ -78,12 +78,14 @@ def _refuse_others(config: TrainConfig) -> None:
         "compile": "a stage runs blocks that aren't compiled",
         "dtype": "loss scaling needs the whole model's gradients at once",
         "sync": "each of its workers trains the whole model",
+        "param_dtype": "stages have float32 parameters",
     }
     values = {
         "sync_bn": config.model.sync_bn,
         "compile": config.model.compile,
         "dtype": config.model.dtype if config.model.dtype == "float16" else "",
         "sync": config.sync.sync if config.sync.sync in ("average", "server") else "",
+        "param_dtype": config.sync.param_dtype if config.sync.narrow else "",
     }
     remedies = {"dtype": "use bfloat16 or float", "sync": "use allreduce, notified or auto"}
     for flag, value in values.items():
