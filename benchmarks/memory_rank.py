@@ -153,8 +153,10 @@ def warm_up() -> None:
     """Load what a first step loads, so that it isn't taken for the model's memory."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = optimizer_of(model)
-    for _ in range(2):
-        model(torch.ones(2, 4)).mean().backward()
+    for narrow in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            loss = model(torch.ones(2, 4)).mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

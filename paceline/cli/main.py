@@ -24,6 +24,7 @@ COMMANDS = {
         "paceline.cli.serve",
         "own a run's parameters, or merge its workers' weights",
     ),
+    "evaluate": ("paceline.cli.evaluate", "score the model of a run on a database"),
     "predict": ("paceline.cli.predict", "classify images with the model of a run"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),

@@ -245,7 +245,7 @@ class SnapshotBackup:
             try:
                 if self._sends(name):
                     body: dict[str, Any] = {"token": name.token, "step": name.step, "owner": owner}
-                    self._frames.send(holder, _BACKUP, body, b"".join(part.pack()))
+                    self._frames.send(holder, _BACKUP, body, part.pack())
             except ConfigError as error:
                 with self._changed:
                     self._failure = error

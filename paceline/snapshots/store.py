@@ -163,12 +163,13 @@ class SnapshotStore:
     def start_from(self, name: SnapshotName) -> None:
         """Start a generation from a held snapshot: drop newer ones, but no older one.
 
-        It counts as committed. The memory of newer ones isn't used again: a copy for another rank
-        may still be read from it.
+        It counts as committed. The memory of all so far isn't used again: a copy for another rank
+        may still be sent from it.
         """
         start = self._get(name, _Stage.HELD, _Stage.COMMITTED)
+        for one in self._snapshots:
+            one.borrowed = True
         while self._snapshots[-1] is not start:
-            self._snapshots[-1].borrowed = True
             self._drop(self._snapshots[-1])
         start.stage = _Stage.COMMITTED
         # Room for one more, or a full store would never take the snapshot whose commit empties it.

@@ -275,7 +275,9 @@ class ElasticMembership:
         signals.when_received(lambda number: self.leave(FailureReport.of_signal(number)))
         self._voter.when_end_is_asked(signals.stop)
 
-    def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
+    def send(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | list[memoryview] = b""
+    ) -> None:
         """Send a frame to a member, as `Frames.send`."""
         self._voter.line.send(peer, kind, body, bulk)
 

@@ -72,10 +72,13 @@ class FrameHandler(Protocol):
 class Frames(Protocol):
     """Protocol of frames between members, besides those of the membership itself."""
 
-    def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
+    def send(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | list[memoryview] = b""
+    ) -> None:
         """Send a frame to a member, which gets it as `FrameHandler.receive` says; from any thread.
 
-        One that can't be sent is dropped.
+        One that can't be sent is dropped. Views of bytes are sent one behind the other, and are
+        read until all has left.
         """
 
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:

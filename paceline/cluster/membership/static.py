@@ -77,7 +77,9 @@ class StaticMembership:
     def leave(self, failure: FailureReport | None = None) -> None:
         """Report nothing: the launcher sees the process's end."""
 
-    def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
+    def send(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | list[memoryview] = b""
+    ) -> None:
         """Send nothing."""
 
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:

@@ -70,8 +70,12 @@ class BackedUpMembership(GivenMembership):
             self.promised = True
             return self.held
 
-    def send(self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> None:
-        self._members.send(self._member, peer, kind, body, bulk)
+    def send(
+        self, peer: str, kind: str, body: Mapping[str, Any], bulk: bytes | list[memoryview] = b""
+    ) -> None:
+        self._members.send(
+            self._member, peer, kind, body, bulk if isinstance(bulk, bytes) else b"".join(bulk)
+        )
 
     def broadcast(self, kind: str, body: Mapping[str, Any]) -> None:
         self._members.broadcast(kind, body)

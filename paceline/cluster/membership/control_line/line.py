@@ -139,15 +139,19 @@ class ControlLine:
             return wanted - self._links.keys()
 
     def send(
-        self, peer: str, kind: str, body: Mapping[str, JSON], bulk: bytes | memoryview = b""
+        self,
+        peer: str,
+        kind: str,
+        body: Mapping[str, JSON],
+        bulk: bytes | memoryview | list[memoryview] = b"",
     ) -> bool:
         """Queue a frame for a peer, from any thread, without waiting.
 
         Args:
             kind: what the frame is about; at most 255 bytes.
             body: its JSON object.
-            bulk: bytes that follow in chunks, between other frames; they are not copied, and don't
-                change until the peer has confirmed them.
+            bulk: bytes, or views of them, that follow in chunks, between other frames; they are not
+                copied, and don't change until the peer has confirmed them.
 
         Returns:
             False if the peer is not connected, or its queue is full.

@@ -62,12 +62,15 @@ class Link:
         self._unsent: list[memoryview] = []
         thread.watch(connection, READ, self._on_ready)
 
-    def send(self, kind: str, body: Mapping[str, JSON], bulk: bytes | memoryview) -> bool:
+    def send(
+        self, kind: str, body: Mapping[str, JSON], bulk: bytes | memoryview | list[memoryview]
+    ) -> bool:
         """Queue a frame; return whether there was room. Any thread may call this."""
-        view = memoryview(bulk)
-        if view.nbytes:
-            view = view.cast("B")
-            queued, wake = self._outbox.add(encode(kind, body, view.nbytes), view)
+        views = [memoryview(one) for one in (bulk if isinstance(bulk, list) else [bulk])]
+        views = [view.cast("B") for view in views if view.nbytes]
+        if views:
+            size = sum(view.nbytes for view in views)
+            queued, wake = self._outbox.add(encode(kind, body, size), *views)
         else:
             queued, wake = self._outbox.add(encode(kind, body))
         if wake:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import repeat
 
 from paceline.cluster.membership.control_line.frames import CHUNK, chunk_header
 
@@ -23,27 +24,29 @@ class Outbox:
         self._max_bulk = max_bulk
         self._lock = threading.Lock()  # guards all that follows
         self._small: deque[bytes] = deque()
-        self._bulk: deque[tuple[bytes, memoryview]] = deque()  # (header of a frame, rest of it)
+        # (header of a frame, or nothing, and bytes behind it)
+        self._bulk: deque[tuple[bytes, memoryview]] = deque()
         self._small_size = self._bulk_size = 0
         self._idle = True
 
-    def add(self, frame: bytes, bulk: memoryview | None = None) -> tuple[bool, bool]:
-        """Queue a frame.
+    def add(self, frame: bytes, *bulk: memoryview) -> tuple[bool, bool]:
+        """Queue a frame, and the bulk bytes behind it.
 
         Returns:
             whether there was room; whether the line's thread has to be woken for it.
         """
         with self._lock:
-            if bulk is None:
+            if not bulk:
                 if self._small_size + len(frame) > _MAX_SMALL:
                     return False, False
                 self._small.append(frame)
                 self._small_size += len(frame)
             else:
-                if self._bulk_size + len(bulk) > self._max_bulk:
+                size = sum(map(len, bulk))
+                if self._bulk_size + size > self._max_bulk:
                     return False, False
-                self._bulk.append((frame, bulk))
-                self._bulk_size += len(bulk)
+                self._bulk += zip([frame, *repeat(b"", len(bulk) - 1)], bulk, strict=True)
+                self._bulk_size += size
             wake = self._idle
             self._idle = False
             return True, wake
