@@ -55,7 +55,7 @@ def resnet50_trainer() -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        commands = "\n".join(f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items())
+        commands = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
         print(_USAGE.format(commands))
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
