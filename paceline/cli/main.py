@@ -26,6 +26,8 @@ COMMANDS = {
     ),
     "evaluate": ("paceline.cli.evaluate", "score the model of a run on a database"),
     "predict": ("paceline.cli.predict", "classify images with the model of a run"),
+    "runs": ("paceline.cli.runs", "show the runs in a folder, and their results"),
+    "compare": ("paceline.cli.compare", "show in what runs differ"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
     "status": (
