@@ -58,7 +58,7 @@ def cut_model(
     if group.size == 1:
         cuts = ()
     elif cuts is None:
-        choice = CutChoice(model, paths, glue, options.first_microbatch)
+        choice = CutChoice(model, paths, glue, options.first_microbatch, options.spelled)
         cuts = choice.make(run, folder, report)
     if group.size > 1:
         given = f"cuts={[*cuts]}, schedule={options.schedule!r}, "
