@@ -20,9 +20,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from paceline.cli.main import COMMANDS
 from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
+from paceline.config.evaluate import EvaluateConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.predict import PredictConfig
+from paceline.config.runs import CompareConfig, RunsConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
@@ -75,7 +77,10 @@ def documents() -> dict[str, str]:
     parts.append(LAUNCH)
     more = [MORE]
     others = {
+        "evaluate": EvaluateConfig,
         "predict": PredictConfig,
+        "runs": RunsConfig,
+        "compare": CompareConfig,
         "serve": ServeConfig,
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,

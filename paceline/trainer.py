@@ -18,13 +18,17 @@ from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
+from paceline.run.staged_pass import StagedPass
 from paceline.run.steps import Steps
 from paceline.state.weights import save_epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Training loop, and the components that it uses; `folder` gets the weights of each epoch."""
+    """Training loop, and the components that it uses; `folder` gets the weights of each epoch.
+
+    `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
+    """
 
     model: nn.Module
     criterion: nn.Module
@@ -41,6 +45,7 @@ class Trainer:
     weights_name: str
     epochs: int
     num_labels: int
+    staged: StagedPass | None = None
 
     def run(self) -> None:
         """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
@@ -85,8 +90,14 @@ class Trainer:
         self.steps.end_epoch(accuracy)
 
     def _save_weights(self, best: bool) -> None:
-        if self.steps.run.leads:
-            save_epoch(self.folder, self.weights_name, self.model, best=best)
+        leads = self.steps.run.leads
+        state = None
+        if self.staged is not None:  # all stages have a part
+            state = self.staged.stage.whole_state_dict()
+        elif leads:
+            state = self.model.state_dict()
+        if leads and state is not None:
+            save_epoch(self.folder, self.weights_name, state, best=best)
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()
@@ -98,15 +109,23 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         order = self.train.loader.order
         sums = self.steps.begin(batch.place)
-        with self.small.in_step([self.model], order, len(batch.images)):
-            logits, loss = self._predict(batch)
-            updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-            add_scores(
-                sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
-            )
+        parts = 1 if self.staged is None else self.staged.microbatches
+        with self.small.in_step([self.model], order, -(-len(batch.images) // parts)):
+            updated = self._pass(batch, sums[:BATCH_SUMS])
             sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
-        self.steps.end(sums, learning_rate=rate)
+        counts = None if self.staged is None else self.staged.counts
+        self.steps.end(sums, counts=counts, learning_rate=rate)
         self.schedule.step()
+
+    def _pass(self, batch: Batch, sums: Tensor) -> bool:
+        """Run forward, backward and the update; return whether there was one."""
+        if self.staged is not None:
+            self.staged.train(batch, sums)
+            return self.precision.update(self.replica, self.optimizer)
+        logits, loss = self._predict(batch)
+        updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
+        add_scores(sums, loss.detach(), logits.detach(), batch.labels, batch.place.count)
+        return updated
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images = batch.images

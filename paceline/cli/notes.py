@@ -17,15 +17,17 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
     """
     world = config.world
     workers = config.world.workers
+    replicas = max(1, workers // config.pipeline.stages)
     asked = world.gpus or world.num_gpus
     if asked and not gpus and not world.use_cpu:
         plural = "s" if workers > 1 else ""
         yield f"torch finds no usable GPU here: starting {workers} CPU worker{plural} instead."
     batch = config.optim.batch_size
-    if batch % workers:
-        small, more = divmod(batch, workers)
+    if batch % replicas:
+        small, more = divmod(batch, replicas)
+        divide = "workers" if config.pipeline.stages == 1 else "replicas"
         yield (
-            f"--batch_size {batch} is not divisible by {workers} workers: {more} of them "
+            f"--batch_size {batch} is not divisible by {replicas} {divide}: {more} of them "
             f"process {small + 1} image{'s' if small else ''} per step and the others {small}."
         )
     served = config.average.average_through == "server"  # which is reached by TCP

@@ -24,6 +24,7 @@ from paceline.session.recorders import record_training
 from paceline.session.resume.machine_folders import first_of_machine
 from paceline.session.session import Session
 from paceline.session.sources import cores_per_worker, open_sources, write_class_names
+from paceline.session.stage_checks import in_stages
 from paceline.state.run_folder import record_edits
 from paceline.state.weights import weights_files
 from paceline.trainer import Trainer
@@ -51,6 +52,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
     with uncollected():
         SGD([torch.zeros((), requires_grad=True)], lr=0)  # which imports as much again as torch
     torch.set_num_threads(cores_per_worker(group.local_world_size))
+    group = in_stages(group, config.pipeline.stages)
     with ExitStack() as resources:
         sources = open_sources(config)
         resources.callback(sources.close)
@@ -155,6 +157,7 @@ def _record_start(config: TrainConfig, session: Session, trainer: Trainer) -> No
         epochs=trainer.epochs,
         labels=trainer.num_labels,
         batch=config.global_batch,
+        **({} if config.pipeline.stages == 1 else {"stages": config.pipeline.stages}),
     )
     for note in session.start.notes:
         session.run.note(note)

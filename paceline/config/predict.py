@@ -17,7 +17,8 @@ class PredictConfig:
     """Options of `paceline predict`."""
 
     run: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder or id of a run of `paceline train`."""
+    """Folder or id of a run of `paceline train`, or a file of
+    weights in such a folder."""
 
     images: Positional[Annotated[tuple[str, ...], arg(metavar="IMAGE|FOLDER|- …")]]
     """Image files, and folders with images at any depth. -: read

@@ -13,6 +13,7 @@ from paceline.config.average import AverageConfig
 from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
+from paceline.config.pipeline import PipelineConfig
 from paceline.config.run import LegacyConfig, OutputConfig
 from paceline.config.world import SyncConfig, WorldConfig, without_password
 
@@ -64,6 +65,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

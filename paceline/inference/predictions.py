@@ -9,7 +9,6 @@ batches in flight.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,17 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from paceline.config.data import MAX_DECODE_WORKERS
 from paceline.data.batch_maker import BatchMaker, Making
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.image.image_paths import ImageFiles
 from paceline.data.upload import Upload
 from paceline.errors import DataError
+from paceline.inference.decode_count import decode_processes
 from paceline.inference.trained_model import TrainedModel
 from paceline.wiring.samples import normalisation, sample_maker
 
 _AHEAD = 3  # batches that are begun
-_FEW = 200  # images that one thread has decoded before processes would have begun
 _LIMIT_S = 600.0  # for the decoding of a batch
 
 
@@ -68,7 +66,7 @@ def predict(
         DataError: decode processes can't go on, or a disk doesn't respond.
     """
     data = trained.config.data
-    pool = DecodePool(_processes(len(paths), workers), cuda=_is_cuda(trained), thread=True)
+    pool = DecodePool(decode_processes(len(paths), workers), cuda=_is_cuda(trained), thread=True)
     layout = trained.config.model.channels_last
     pixels = normalisation(data, trained.device, channels_last=layout)
     upload = Upload(**pixels, channels=data.num_channels, width=data.image_size)
@@ -122,13 +120,6 @@ def _predictions(
         yield Prediction(
             path=path, labels=best.indices.tolist(), probabilities=best.values.tolist()
         )
-
-
-def _processes(images: int, workers: int | None) -> int:
-    if workers is not None:
-        return workers
-    cores = len(os.sched_getaffinity(0))
-    return 0 if images < _FEW else min(cores - 1, MAX_DECODE_WORKERS)
 
 
 def _is_cuda(trained: TrainedModel) -> bool:

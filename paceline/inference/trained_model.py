@@ -33,6 +33,7 @@ class TrainedModel:
         config: the run's configuration.
         weights: the file of the weights.
         names: the names of the classes, label 0 first; where they aren't known, the labels.
+        named: whether they are known.
         model: the module, on its device.
         device: where it computes.
     """
@@ -40,6 +41,7 @@ class TrainedModel:
     config: TrainConfig
     weights: Path
     names: Sequence[str]
+    named: bool
     model: nn.Module
     device: torch.device
 
@@ -66,10 +68,18 @@ class TrainedModel:
         config = config_of(flags)
         file = _weights_of(folder, config, weights)
         config = replace(config, model=replace(config.model, load_model_path="", compile=False))
-        names = read_label_names(folder) or tuple(map(str, range(config.data.num_labels)))
+        known = read_label_names(folder)
+        names = known or tuple(map(str, range(config.data.num_labels)))
         model = make_model(config, device).eval()
         load_weights(file, model, flag="weights", whole=True)
-        return cls(config=config, weights=file, names=names, model=model, device=device)
+        return cls(
+            config=config,
+            weights=file,
+            names=names,
+            named=known is not None,
+            model=model,
+            device=device,
+        )
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:

@@ -123,8 +123,13 @@ class Console(NullRecorder):
         if fields.get("continued"):
             return
         self._started = self._shown
+        workers = many(fields["world_size"], "worker")
+        if "stages" in fields:
+            workers = (
+                f"{many(fields['world_size'], 'replica')} of {many(fields['stages'], 'stage')}"
+            )
         self._terminal.line(
-            f"Training {fields['model']}: {many(fields['world_size'], 'worker')} on "
+            f"Training {fields['model']}: {workers} on "
             f"{many(fields['machines'], 'machine')} ({fields['device']}), "
             f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} per epoch, "
             f"{many(fields['epochs'], 'epoch')}."

@@ -13,12 +13,13 @@ What a model does between two children belongs to one of them: its `Glue`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 from paceline.models.resnet import ResNet, activated, averaged
 
 Value = Tensor | tuple[Tensor, ...]
@@ -91,13 +92,22 @@ def cut_paths(paths: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
         found = [n for n, path in enumerate(paths) if is_inside(path, cut)]
         if not found or not found[0]:
             raise ConfigError(
-                f"cuts names {cut!r}, where no stage can begin: each stage but the first begins at "
-                f"a block of the model, which are {_listed(paths[1:])}."
+                Message(
+                    "{--cuts} names {!r}, where no stage can begin: {}each stage but the first "
+                    "begins at a block of the model, which are {}.",
+                    cut,
+                    _guess(cut, paths),
+                    _listed(paths[1:]),
+                )
             )
         if found[0] <= starts[-1]:
             raise ConfigError(
-                f"cuts has {cut!r} behind {cuts[len(starts) - 2]!r}, which isn't before it in the "
-                "model: give the cuts in the order of the blocks, each once."
+                Message(
+                    "{--cuts} has {!r} behind {!r}, which isn't before it in the model: give the "
+                    "cuts in the order of the blocks, each once.",
+                    cut,
+                    cuts[len(starts) - 2],
+                )
             )
         starts.append(found[0])
     return [list(paths[a:b]) for a, b in zip(starts, [*starts[1:], len(paths)], strict=True)]
@@ -127,6 +137,13 @@ def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[
             child = some.train(child.training)
         children[name] = child
     return children
+
+
+def _guess(cut: str, paths: Sequence[str]) -> str:
+    """Return which blocks, or children that have several, have similar names, as a clause."""
+    known = [*paths[1:], *(path.partition(".")[0] for path in paths[1:])]
+    near = get_close_matches(cut, dict.fromkeys(known), n=2)
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _listed(paths: Sequence[str]) -> str:

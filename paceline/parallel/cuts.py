@@ -58,12 +58,14 @@ class CutChoice:
         paths: of its blocks.
         glue: what is between its children.
         example: a microbatch; None: nothing is timed.
+        spelled: writes cuts as the user gives them.
     """
 
     model: nn.Module
     paths: Sequence[str]
     glue: Glue
     example: Tensor | None
+    spelled: Callable[[Sequence[str]], str] = "cuts={}".format
 
     def make(self, run: Run, folder: Path | None, report: Callable[[str], None]) -> Sequence[str]:
         """Return the cuts, those of the run's first start where there are some; collective.
@@ -79,8 +81,8 @@ class CutChoice:
             earlier = None if folder is None else self._read(folder / NAME, stages)
             chosen = earlier or self._measured(stages, report)
             if earlier:
-                names = [self.paths[index] for index in earlier]
-                report(f"cuts={names}, as at the first start of this run ({NAME} in its folder).")
+                names = self.spelled([self.paths[index] for index in earlier])
+                report(f"{names}, as at the first start of this run ({NAME} in its folder).")
         communicator = run.context.group("all", "steps")
         chosen = broadcast_state(communicator, torch.tensor(chosen), "the choice of cuts").tolist()
         cuts = [self.paths[index] for index in chosen]
@@ -100,7 +102,7 @@ class CutChoice:
             for n, cost in enumerate(stage_costs(costs, chosen))
         ]
         by = "parameters' bytes" if self.example is None else "measured time"
-        report(f"cuts by {by}: {', '.join(texts)}. Pin this choice with cuts={names}.")
+        report(f"cuts by {by}: {', '.join(texts)}. Pin this choice with {self.spelled(names)}.")
         return chosen
 
     def _read(self, path: Path, stages: int) -> Sequence[int] | None:

@@ -34,7 +34,10 @@ _EVALUATION = "model(x)"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Options of a pipeline: the arguments of `paceline.stages`, which describes them."""
+    """Options of a pipeline: the arguments of `paceline.stages`, which describes them.
+
+    `spelled` writes cuts as the user gives them.
+    """
 
     loss: Callable[[Any, Any], Tensor]
     microbatches: int
@@ -43,6 +46,7 @@ class PipelineOptions:
     blocks: Sequence[str] | None = None
     example: Tensor | None = None
     checkpoint_activations: bool = False
+    spelled: Callable[[Sequence[str]], str] = "cuts={}".format
 
     @property
     def first_microbatch(self) -> Tensor | None:

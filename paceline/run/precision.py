@@ -87,6 +87,10 @@ class Precision:
             CommError: a peer was lost, or silent.
         """
         self._scaler.scale(loss).backward()
+        return self.update(replica, optimizer)
+
+    def update(self, replica: AnyReplica, optimizer: Optimizer) -> bool:
+        """Run the optimizer's step alone, after backward; the rest is as there."""
         if self._scaler.is_enabled() or self._clip_norm or self._clip_value:
             replica.reduce()
         self._scaler.unscale_(optimizer)

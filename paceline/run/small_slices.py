@@ -64,10 +64,12 @@ class SmallSlices:
         Raises:
             ConfigError: a layer got one value a channel, or will at the epoch's end.
         """
-        group = self._run.context.along("data")
+        context = self._run.context
+        group = context.along("data")
         tail = 0 if order is None else order.samples % order.batch_size
         layers = []
-        if self._watched != group.generation.number and 0 < tail < 2 * group.size:
+        watches = self._watched != group.generation.number and not context.mesh.divided
+        if watches and 0 < tail < 2 * group.size:  # stages would find different layers
             layers = _layers_of(models)
         found: dict[str, _BatchNorm] = {}
 

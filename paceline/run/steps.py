@@ -279,11 +279,12 @@ class Steps:
         self._replica.begin(number, batch.weight, batch.global_count)
         return torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
 
-    def end(self, sums: Tensor, **fields: object) -> None:
+    def end(self, sums: Tensor, *, counts: bool | None = None, **fields: object) -> None:
         """End the step: the update is frozen (there is none where no optimizer has stepped).
 
         Args:
             sums: what `begin` has returned, filled.
+            counts: whether these are its replica's; None: the first rank of each replica has them.
             fields: more fields of the step's event.
 
         Raises:
@@ -310,7 +311,8 @@ class Steps:
         self.position.step = batch.step + 1
         self.position.number = number + 1
         self.run.membership.poll(number + 1)
-        self._send_summary(number, batch, sums)
+        counts = self.run.context.counts if counts is None else counts
+        self._send_summary(number, batch, sums if counts else torch.zeros_like(sums))
         self._steps_alike += 1
 
     def abandon(self) -> None:
@@ -465,7 +467,7 @@ class Steps:
             return None
         steps = self._writer.rescue()
         if self._parts is not None:
-            self._parts.complete()
+            steps = self._parts.complete()  # parts without an index are resumed by no command
         self._record_published(self._writer.published)
         return steps
 
@@ -607,8 +609,6 @@ class Steps:
         outcome = self._replica.stepped | self._continued
         self._continued = 0
         self._stepped[number] = outcome
-        if not self.run.context.counts:
-            sums = torch.zeros_like(sums)  # the first rank of the replica has its values
         self.run.context.summaries.send(
             number,
             sums,

@@ -21,6 +21,7 @@ from paceline.session.decoding import no_gpu
 from paceline.session.exchange_checks import check_narrow, check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.start import check_order, check_origin
 from paceline.session.sources import Databases, labels_beyond, open_sources, order_of
+from paceline.session.stage_checks import check_stages
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.connections import refuse_shared_gpu
@@ -36,8 +37,9 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, shares by speed for
             one worker, an emulated dtype, no compiler for --compile, no NIXL for --transport, no
-            package for --tracker, an exchange that GPUs don't have, no GPU to decode on, or a
-            checkpoint of other data or batches.
+            package for --tracker, a pipeline that the model or another flag doesn't allow, an
+            exchange that GPUs don't have, no GPU to decode on, or a checkpoint of other data or
+            batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.
@@ -56,7 +58,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         refuse_gpu(config.sync)
         refuse_shared_gpu(sharing_ranks(list(map(str, world.gpu_numbers))), config.sync.sync)
     check_narrow(config.sync, config.model.dtype)
-    check_shares(config.sync, world.workers * world.num_shards)
+    check_stages(config)
+    check_shares(config.sync, world.workers * world.num_shards // config.pipeline.stages)
     refuse_stale(
         config.sync,
         {

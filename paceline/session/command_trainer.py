@@ -26,8 +26,10 @@ from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
+from paceline.run.staged_pass import StagedPass
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.decoding import Decoding
+from paceline.session.pipeline import cut
 from paceline.session.resume.edits import edited_flags
 from paceline.session.resume.start import Start
 from paceline.session.session import Session
@@ -161,6 +163,11 @@ def build_trainer(
     session.agree("model", model_facts(state))  # before anything of it is exchanged
     if any(isinstance(m, SyncBatchNorm) for m in model.modules()):
         run.open("data", "layers")
+    criterion = nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing)
+    staged: StagedPass | None = None
+    if config.pipeline.active:
+        staged = cut(model, config, session, criterion, recipe.precision())
+        model = staged.stage
     data = _open_data(config, session, sources)
     optimizer = recipe.optimizer(model)
     schedule = recipe.schedule(optimizer)
@@ -184,13 +191,16 @@ def build_trainer(
     )
     replicas = session.replicate([pair])
     replicas[0].use_loss_scale(precision)
+    if staged is not None:
+        staged.replica = replicas[0]
     if average is not None:
         _note_long_rounds(average, order.steps, session)
     training = _CommandTraining(
         pairs=[pair],
         replicas=replicas,
         tracked=tracked,
-        beginning=None if resumed else recipe,  # which had no weights of a checkpoint
+        # A resumed run had no weights of a checkpoint; a stage's rank can't make its own alone.
+        beginning=None if resumed or staged is not None else recipe,
         schedule=schedule,
     )
     steps = session.bind(
@@ -202,7 +212,7 @@ def build_trainer(
     )
     return Trainer(
         model=model,
-        criterion=nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing),
+        criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
@@ -216,6 +226,7 @@ def build_trainer(
         weights_name=config.model.weights_name,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
+        staged=staged,
     )
 
 

@@ -42,7 +42,7 @@ def open_sources(config: TrainConfig) -> Databases:
     """
     data = config.data
     seed = config.optim.seed
-    train = _open_source("train_data", data.train_data, data, seed)
+    train = open_source("train_data", data.train_data, data, seed)
     if min(len(train), data.epoch_size) < config.world.workers:
         raise ConfigError(
             f"--train_data {data.train_data}: {many(min(len(train), data.epoch_size), 'sample')} "
@@ -50,7 +50,7 @@ def open_sources(config: TrainConfig) -> Databases:
         )
     if not data.test_data:
         return Databases(train=train, test=None)
-    test = _open_source("test_data", data.test_data, data, seed + 1)
+    test = open_source("test_data", data.test_data, data, seed + 1)
     names = train.label_names, test.label_names
     if None not in names and names[0] != names[1]:
         raise ConfigError(
@@ -95,7 +95,19 @@ def cores_per_worker(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
-def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
+def open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
+    """Open a database, or synthetic images.
+
+    Args:
+        flag: the option that names it.
+        path: its path, or "null".
+        data: the kind of the database, and the number of classes.
+        seed: of synthetic images.
+
+    Raises:
+        ConfigError: there is no such database, or labels beyond `num_labels` aren't to be skipped.
+        DataError: not a database, or one of unknown records.
+    """
     if path == NO_DATA:
         size = data.epoch_size if flag == "train_data" else data.test_epoch_size
         return SyntheticSource(

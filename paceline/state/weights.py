@@ -35,7 +35,10 @@ def save_weights(path: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: the file can't be written (disk, permissions).
     """
-    state = model.state_dict()
+    _save_state(path, model.state_dict())
+
+
+def _save_state(path: Path, state: dict[str, Any]) -> None:
     for name, value in state.items():
         state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
     try:
@@ -45,19 +48,20 @@ def save_weights(path: Path, model: nn.Module) -> None:
         raise _unwritten(path, error) from error
 
 
-def save_epoch(folder: Path, name: str, model: nn.Module, *, best: bool) -> None:
+def save_epoch(folder: Path, name: str, state: dict[str, Any], *, best: bool) -> None:
     """Write the weights after an epoch, and keep those of the best one beside them.
 
     Args:
         folder: the run's.
         name: of the files; see `weights_files`.
+        state: the model's state dict.
         best: the epoch is the best so far.
 
     Raises:
         CheckpointError: a file can't be written (disk, permissions).
     """
     last, best_file = weights_files(folder, name)
-    save_weights(last, model)
+    _save_state(last, state)
     if best:
         try:
             link_atomically(last, best_file)  # writing the next epoch's makes a new file

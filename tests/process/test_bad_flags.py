@@ -18,7 +18,8 @@ COMMANDS = {
     "unknown command": Bad(command="trian", message=r"no command 'trian': did you mean train\?"),
     "nothing like a command": Bad(
         command="fly",
-        message="no command 'fly': there are train, launch, serve, db, stop, status, ledger, plan.",
+        message="no command 'fly': there are train, launch, serve, evaluate, predict, db, stop, "
+        "status, ledger, plan.",
     ),
     "unknown command of db": Bad(
         command="db creat a b", message=r"no command 'db creat': did you mean create\?"
@@ -144,6 +145,49 @@ FLAGS = {
         command="--shares halves",
         message=r"invalid choice 'halves' for argument '--shares'. Expected one of \('auto', "
         r"'equal', 'measured'\).",
+    ),
+    "stages that don't divide the workers": Bad(
+        command="--stages 2 --num_workers 3",
+        message="--stages 2: each stage has a worker of its own, and 2 stages don't divide 3 "
+        r"workers; start 4, with --num_workers or --num_gpus\.",
+    ),
+    "fewer microbatches than stages": Bad(
+        command="--stages 2 --num_workers 2 --microbatches 1",
+        message="--microbatches 1: must be at least the number of stages, 2: with fewer, a stage "
+        r"is idle for 50% of a step \(the bubble\), or for longer; use 8 microbatches, .* 11%\.",
+    ),
+    "more stages than blocks": Bad(
+        command="--stages 13 --num_workers 13 --epoch_size 13 --model resnet20",
+        message="--stages 13: resnet20 has 12 blocks, and a stage has at least one; use fewer "
+        r"stages\.",
+    ),
+    "a cut that there isn't": Bad(
+        command="--stages 2 --num_workers 2 --model resnet50 --cuts layr3",
+        message=r"--cuts names 'layr3', where no stage can begin: did you mean layer3 .*\? each "
+        r"stage but the first begins at a block of the model, which are bn1, .*, fc\.",
+    ),
+    "too many cuts": Bad(
+        command="--stages 2 --num_workers 2 --cuts layer1,layer2",
+        message="--cuts layer1,layer2: names 2 blocks, but 2 stages begin at 1 besides the first; "
+        r"name a block for each stage but the first, or leave out --cuts\.",
+    ),
+    **{
+        f"{flag} with stages": Bad(
+            command=f"--stages 2 --num_workers 2 {flag}",
+            message=f"{flag}: doesn't go with --stages 2: {reason}",
+        )
+        for flag, reason in {
+            "--sync average": "each of its workers trains .*; use allreduce, notified or auto.",
+            "--sync server": "each of its workers trains .*; use allreduce, notified or auto.",
+            "--sync_bn": "BatchNorm's statistics are those of each microbatch; leave it out.",
+            "--compile": "a stage runs blocks that aren't compiled; leave it out.",
+            "--dtype float16": "loss scaling needs .*; use bfloat16 or float.",
+        }.items()
+    },
+    "tensor ranks": Bad(
+        command="--tensor 2 --num_workers 2",
+        message="--tensor 2: the models of this command are image classifiers, .*; use --stages, "
+        r"or call paceline.tensor_parallel\(model, world, plan\) in a script .*\.",
     ),
     "a tracker that there isn't": Bad(
         command="--tracker tensorboard,comet",

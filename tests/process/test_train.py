@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from paceline.cli.main import main
 from paceline.data.order import Order
 from paceline.models.zoo import build_model
 from paceline.observe.csv_log import COLUMNS
@@ -79,6 +80,15 @@ def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_
     said = f"best test accuracy {max(scores):.2%} after epoch {scores.index(max(scores)) + 1}"
     assert said in ended.text
     assert "Weights: runs/r/resnet20_model.pt, runs/r/resnet20_best.pt" in ended.text
+
+    with (data / "evaluated.json").open("w") as file, redirect_stdout(file):
+        words = ("--test_data", str(data / "test-lmdb"), "--weights", "last", "--use_cpu", "--json")
+        assert main(["evaluate", str(tmp_path / "runs/r"), *words]) == 0
+    evaluated = json.loads((data / "evaluated.json").read_text())
+    (own,) = [
+        one for one in events(tmp_path / "runs/r") if one["event"] == "epoch" and one["epoch"] == 1
+    ]
+    assert (evaluated["accuracy"], evaluated["top5"]) == (own["test_accuracy"], own["top5"])
 
     status = run("status", "r", folder=tmp_path)
     assert status.status == 0

@@ -8,38 +8,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tomli_w
 import torch
-from PIL import Image
 
 from paceline.cli.main import main
-from paceline.config.data import DataConfig
-from paceline.config.model import ModelConfig
-from paceline.config.train import TrainConfig
-from paceline.models.zoo import build_model
-from paceline.state.weights import save_weights
-
-NAMES = ("cat", "dog", "owl")
-CONFIG = TrainConfig(
-    data=DataConfig(
-        train_data="x",
-        num_labels=3,
-        image_size=32,
-        augment="none",
-        image_mean_per_channel=(120.0, 110.0, 100.0),
-        image_std_per_channel=(60.0, 61.0, 62.0),
-    ),
-    model=ModelConfig(model="resnet20"),
+from tests.harness.library.finished_run import (
+    NAMES,
+    logits_of,
+    write_image,
+    write_model,
+    write_run,
 )
-
-
-def write_model(path: Path, seed: int, num_labels: int = 3) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    model = build_model("resnet20", num_labels=num_labels, num_channels=3)
-    save_weights(path, model)
-    return model.eval()
 
 
 @pytest.fixture
@@ -47,30 +26,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run, and some images beside it."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs/pets"
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG.identity()))
-    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in NAMES))
-    write_model(folder / "resnet20_model.pt", 0)
-    photos = tmp_path / "photos/holiday"
-    photos.mkdir(parents=True)
+    write_run(folder)
     for number in range(5):
-        Image.fromarray(pixels(number)).save(photos / f"{number}.png")
-    (photos / "list.txt").write_text("no image")
-    (photos / ".hidden.png").write_text("no image")
+        write_image(Path(f"photos/holiday/{number}.png"), number)
+    Path("photos/holiday/list.txt").write_text("no image")
+    Path("photos/holiday/.hidden.png").write_text("no image")
     return folder
 
 
-def pixels(number: int) -> Any:
-    return np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
-
-
-@torch.no_grad()
 def expected(model: torch.nn.Module) -> torch.Tensor:
-    images = torch.stack([torch.from_numpy(pixels(number)) for number in range(5)]).double()
-    mean, std = torch.tensor([120.0, 110, 100]), torch.tensor([60.0, 61, 62])
-    normalised = ((images - mean) / std).permute(0, 3, 1, 2).float()
-    probabilities: torch.Tensor = model(normalised).softmax(1)
-    return probabilities
+    return logits_of(model, 5).softmax(1)
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:

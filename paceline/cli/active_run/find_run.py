@@ -34,6 +34,26 @@ def find_run(run: str, output_dir: Path) -> Path:
     )
 
 
+def find_run_of_weights(run: str, output_dir: Path) -> tuple[Path, str]:
+    """Return a run's folder and a file of weights, given the run's path or id, or that file's.
+
+    Returns:
+        the folder, and the file's path; "" where a run was given.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    file = Path(run)
+    if file.is_file() and _is_run(file.parent):
+        return file.parent.resolve(), str(file)
+    return find_run(run, output_dir), ""
+
+
+def runs_in(output_dir: Path) -> list[Path]:
+    """Return the folders of all runs in a folder, by name."""
+    return sorted(folder for folder in output_dir.glob("*") if folder.is_dir() and _is_run(folder))
+
+
 def known_runs(names: Sequence[str]) -> str:
     """Return a clause that names the runs of a folder, of many the last ones; "" without any."""
     if len(names) > _NAMED:

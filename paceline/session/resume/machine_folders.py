@@ -139,7 +139,7 @@ def look_into(
     checkpoints = Checkpoints(folder, output.keep_checkpoints)
     if clean:
         checkpoints.clean()
-    in_parts = "mesh" in identity
+    in_parts = "mesh" in identity or identity.get("stages", 1) != 1  # of a script; of the command
     paths = checkpoints.parts() if in_parts else checkpoints.newest_first()
     indexes = tuple(CheckpointIndex.of_folder(checkpoints.folder)) if in_parts else ()
     recorded = recorded_lineage(folder)

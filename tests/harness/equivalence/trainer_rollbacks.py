@@ -44,6 +44,7 @@ from paceline.session.command_trainer import build_trainer
 from paceline.session.connect import connect_run
 from paceline.session.recorders import record_training
 from paceline.session.sources import open_sources
+from paceline.session.stage_checks import in_stages
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import FOLDER
@@ -207,7 +208,8 @@ class TrainerRollbacks:
         )
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
-        device, group = torch.device("cpu"), self._group(c, 0)
+        device = torch.device("cpu")
+        group = in_stages(self._group(c, 0), config.pipeline.stages)
         folder = self.folder_of(group.machine)
         numbers = iter(range(1, 99))  # of the next generations
         starts: list[bool] = []  # whether they are from snapshots

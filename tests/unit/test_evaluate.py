@@ -1,0 +1,75 @@
+"""`paceline evaluate` scores the model of a run on a database."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from paceline.cli.main import main
+from tests.harness.library.finished_run import NAMES, logits_of, write_image, write_model, write_run
+
+IMAGES = 7
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run, and a database beside it, whose images have the classes 0, 1, 2, 0, 1, …."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/pets"
+    write_run(folder)
+    for number in range(IMAGES):
+        write_image(Path("images", NAMES[number % 3], f"{number}.png"), number)
+    create = ["db", "create", "images", "test", "--encoding", "raw"]
+    assert main(create) == 0
+    return folder
+
+
+def test_scores_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = torch.arange(IMAGES) % 3
+    for weights, seed in (("resnet20_model.pt", 0), ("resnet20_best.pt", 1)):
+        logits = logits_of(write_model(run / weights, seed), IMAGES)
+        capsys.readouterr()
+        for name in ("pets", str(run / weights)):
+            words = ["evaluate", name, "--test_data", "test", "--use_cpu", "--run_workers", "2"]
+            assert main([*words, "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            right = logits.argmax(1) == labels
+            assert found["images"] == IMAGES
+            assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+            assert found["accuracy"] == right.double().mean().item()
+            assert found["top5"] == 1.0
+            confusion = torch.zeros(3, 3, dtype=torch.int64)
+            for label, taken in zip(labels, logits.argmax(1), strict=True):
+                confusion[label, taken] += 1
+            assert found["confusion"] == confusion.tolist()
+            assert [one["class"] for one in found["classes"]] == [*NAMES]
+            assert [one["images"] for one in found["classes"]] == [3, 2, 2]
+            assert [one["right"] for one in found["classes"]] == confusion.diag().tolist()
+
+
+def test_the_tables_name_the_classes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["evaluate", "pets", "--test_data", "test", "--use_cpu", "--confusion"]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith("7 images: loss ")
+    assert all(out.count(name) >= 2 for name in NAMES)
+    assert "Evaluating: 7 of 7 images" in error
+
+
+def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate(("ant", "bee", "cat")):
+        write_image(Path("insects", name, "0.png"), number)
+    assert main(["db", "create", "insects", "insects-db"]) == 0
+    for words, sentence in (
+        ("pets --test_data nowhere", "--test_data nowhere: there is no such database"),
+        ("pets --test_data insects-db", "its classes, ant, bee, cat, aren't those of the run"),
+        ("owls --test_data test", "owls is neither a run folder nor the id of a run"),
+        ("pets --test_data test --run_workers 0", "--run_workers 0: must be at least 1"),
+        ("pets --test_data test --weights best", "resnet20_best.pt isn't there"),
+    ):
+        assert main(["evaluate", *words.split(), "--use_cpu"]) == 2
+        assert sentence in capsys.readouterr().err
