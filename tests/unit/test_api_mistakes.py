@@ -342,7 +342,7 @@ def test_an_optimizer_that_servers_cannot_divide(world: World, kind: Any) -> Non
 
 def test_a_model_elsewhere(world: World) -> None:
     model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ConfigError, match=r"weight is on meta.*computes on cpu.*world.device"):
+    with pytest.raises(ConfigError, match=r"parameter weight without values"):
         paceline.parallelize(model, sgd(model), world)
 
 
