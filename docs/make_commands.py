@@ -24,6 +24,7 @@ from paceline.config.evaluate import EvaluateConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.predict import PredictConfig
+from paceline.config.runs import CompareConfig, RunsConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
@@ -78,6 +79,8 @@ def documents() -> dict[str, str]:
     others = {
         "evaluate": EvaluateConfig,
         "predict": PredictConfig,
+        "runs": RunsConfig,
+        "compare": CompareConfig,
         "serve": ServeConfig,
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,

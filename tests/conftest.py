@@ -12,6 +12,8 @@ import sys
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from tests.harness.rewritten_tests import rewrite_tests
+
 # Whichever test starts multiprocessing's fork server first: its processes have what they need.
 multiprocessing.set_forkserver_preload(
     [
@@ -38,12 +40,22 @@ os.environ["TRITON_INTERPRET"] = "1"
 _modules = 0  # that were imported when the collector was last told to leave alone what there is
 
 
-def pytest_configure() -> None:
-    """Import torch, of whose 400,000 objects none is garbage."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Import torch, of whose 400,000 objects none is garbage; xdist's own process runs no test."""
+    if getattr(config.option, "numprocesses", None):
+        rewrite_tests(config)
+        return
     gc.disable()
     import torch
 
     torch.set_num_threads(1)  # several ranks, as threads or processes, share the few cores
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        if not devices.is_available():
+            devices.manual_seed_all = _seed_none
+
+
+def _seed_none(seed: int) -> None:
+    """Stand for seeding GPUs, where none is: torch would keep each call's stack, for half a ms."""
 
 
 def pytest_runtest_logstart() -> None:

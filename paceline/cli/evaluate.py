@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from paceline.cli.active_run.find_run import find_run_of_weights
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
+from paceline.cli.tables import table_console, table_of
 from paceline.config.evaluate import EvaluateConfig
 from paceline.errors import ConfigError, Message
 from paceline.inference.evaluation import Evaluation, evaluate, most_confused
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         print(json.dumps(_as_json(result, trained.names)))
     else:
-        _print(result, trained.names, config, Console(soft_wrap=True))
+        _print(result, trained.names, config, table_console())
     return 0
 
 
@@ -120,7 +120,7 @@ def _print(
         f"{scores.samples:,} images: loss {scores.loss:.4f}, accuracy {scores.accuracy:.2%}, "
         f"top-5 {scores.top5:.2%}"
     )
-    table = Table("class", "images", "right", "taken for")
+    table = table_of("class", "images", "right", "taken for")
     matrix = result.confusion.tolist()
     for label, row in enumerate(matrix):
         if count := sum(row):
@@ -137,7 +137,7 @@ def _print_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], console
         console.print(f"The matrix of {len(names):,} classes is too wide to print: use --json.")
         return
     console.print("Images of a class, the row, that were taken for which one, the column:")
-    table = Table("", *(str(label) for label in range(len(names))))
+    table = table_of("", *(str(label) for label in range(len(names))))
     for label, row in enumerate(matrix):
         table.add_row(f"{label} {names[label]}", *(str(count or "") for count in row))
     console.print(table)

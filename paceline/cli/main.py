@@ -26,6 +26,8 @@ COMMANDS = {
     ),
     "evaluate": ("paceline.cli.evaluate", "score the model of a run on a database"),
     "predict": ("paceline.cli.predict", "classify images with the model of a run"),
+    "runs": ("paceline.cli.runs", "show the runs in a folder, and their results"),
+    "compare": ("paceline.cli.compare", "show in what runs differ"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
     "status": (
@@ -55,7 +57,7 @@ def resnet50_trainer() -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        commands = "\n".join(f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items())
+        commands = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
         print(_USAGE.format(commands))
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):

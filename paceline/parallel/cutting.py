@@ -48,6 +48,7 @@ def cut_model(
         folder: the run's, which has the cuts that were chosen; None: they aren't written down.
     """
     group = run.context.along("stage")
+    _refuse_tensor_ranks(run)
     schedule = make_schedule(options.schedule, group.size, options.microbatches)
     paths = block_paths(model, options.blocks)
     glue = glue_of(model)
@@ -104,6 +105,17 @@ def cut_model(
     if group.size > 1:
         count_once(stage, run, "stage", tied.counted)
     return stage.train(model.training)
+
+
+def _refuse_tensor_ranks(run: Run) -> None:
+    lengths = run.context.mesh.lengths
+    stages = lengths.get("stage", 1)
+    tensor = lengths.get("tensor", 1)
+    if stages > 1 and tensor > 1:
+        raise ConfigError(
+            f"the mesh has {many(stages, 'stage')} and {many(tensor, 'tensor rank')}, but "
+            f"{_CALL} can't cut a model whose layers are divided, too: give the mesh one of both."
+        )
 
 
 def _require(cuts: Sequence[str] | None, paths: Sequence[str], stages: int) -> None:

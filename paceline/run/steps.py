@@ -467,7 +467,7 @@ class Steps:
             return None
         steps = self._writer.rescue()
         if self._parts is not None:
-            self._parts.complete()
+            steps = self._parts.complete()  # parts without an index are resumed by no command
         self._record_published(self._writer.published)
         return steps
 

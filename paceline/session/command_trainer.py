@@ -275,6 +275,7 @@ def edits_of(config: TrainConfig, start: Start) -> list[str]:
     if start.state is None:
         return []
     flags = asdict(config.optim)
+    flags["param_dtype"] = config.sync.param_dtype
     del flags["batch_size"]  # of a machine; the global batch size can't be edited
     edited = edited_flags(start.state.get("config", {}), flags)
     texts = [f"{', '.join(edited)}."] if edited else []

@@ -101,17 +101,24 @@ class CheckpointParts:
         self._newest = replace(checkpoint, state=header, parameters={})
         self.written_steps = checkpoint.step
 
-    def complete(self) -> None:
+    def complete(self) -> int | None:
         """Write the index of the own newest file, if this folder has all other parts, too.
 
-        After a rescue, in which ranks write without each other: the last one finds all.
+        After a rescue, in which ranks write without each other: the last one finds all. Where their
+        folders are on disks of their own, none does.
+
+        Returns:
+            the number of completed steps in the newest checkpoint with an index; None: there is
+            none.
 
         Raises:
             CheckpointError: as `confirm`.
         """
         checkpoint = self._newest
         if checkpoint is not None and all(self._has(checkpoint, part) for part in self._parts):
-            self.confirm(checkpoint.step)
+            # No member is told: this process may have left the world already.
+            self._write_index(checkpoint)
+        return max((index.step for index in CheckpointIndex.of_folder(self._folder)), default=None)
 
     def _has(self, checkpoint: Checkpoint, part: str) -> bool:
         """Return whether a part's file of a checkpoint is in this folder."""
@@ -135,7 +142,13 @@ class CheckpointParts:
         checkpoint = self._newest
         if checkpoint is None or checkpoint.step != step:
             return
+        path = self._write_index(checkpoint)
+        if self._files is not None:
+            self._files.written(checkpoint, path)
+
+    def _write_index(self, checkpoint: Checkpoint) -> Path:
         self._newest = None
+        step = checkpoint.step
         index = CheckpointIndex(
             paceline=FORMAT,
             step=step,
@@ -153,5 +166,4 @@ class CheckpointParts:
                 f"{path}: the checkpoint's index can't be written ({reason_of(error)}); make room. "
                 "Earlier checkpoints are unchanged."
             ) from error
-        if self._files is not None:
-            self._files.written(checkpoint, path)
+        return path

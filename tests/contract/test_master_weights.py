@@ -148,6 +148,41 @@ def test_masters_follow_the_rule_and_continue_from_a_checkpoint(
     assert same(train(machines, dtype, range(3, STEPS), half), found)
 
 
+def test_other_ranks_divide_the_masters_anew() -> None:
+    def work(parts: Sequence[Any], c: Communicator, kind: Any) -> Any:
+        model = copy.deepcopy(first)
+        optimizer = make_optimizer(model)
+        narrow(model.parameters(), optimizer, torch.bfloat16)
+        replica = replicate(model, optimizer, c, 2_000, kind)
+        state = replica._binding.state
+        if parts:
+            assert state.restore(copy_state(state.combine(parts)))
+        for number in range(0 if parts else 2):
+            with replica_step(replica, number, 1 / c.world_size):
+                loss = loss_of(model, number, c.rank, c.world_size, torch.bfloat16)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = replica.state()
+        local = copy_state(state.local(in_step=False))
+        assert state.restore_local(local)
+        c.all_reduce(torch.zeros(1)).wait("all ranks")
+        replica.close()
+        return local, copy_state(whole)
+
+    def on(machines: Sequence[int], parts: Sequence[Any] = ()) -> list[Any]:
+        kind: Any = notified(False, machines, "fp32", make_sharded)
+        kind.updater = partial(ShardOptimizer, masters=True)
+        return run_ranks(sum(machines), lambda c: work(parts, c, kind))
+
+    first = make_model()
+    before = on((2, 1))
+    after = on((2,), [local for local, _ in before])
+    masters, found = (ranks[0][1]["optimizer"]["state"] for ranks in (before, after))
+    assert MASTER in masters[0]
+    assert same(found, masters)
+
+
 def test_a_model_is_widened_before_a_file_is_loaded_into_it() -> None:
     model = make_model()
     optimizer = make_optimizer(model)

@@ -95,9 +95,7 @@ def test_another_number_of_stages_is_refused(tmp_path: Path) -> None:
     assert "mesh 2 stages of 1 tensor rank: a replica takes 2 processes" in uneven.text
 
 
-@pytest.mark.parametrize(
-    ("way", "member"), [("notified", 3), ("sharded", 0), ("allreduce", 1), ("sharded", 2)]
-)
+@pytest.mark.parametrize(("way", "member"), [("notified", 3), ("sharded", 0), ("allreduce", 1)])
 def test_a_replica_that_loses_a_stage_leaves_and_the_other_continues(
     tmp_path: Path, way: str, member: int
 ) -> None:
@@ -118,6 +116,23 @@ def test_a_run_without_a_whole_replica_stops_and_the_same_command_resumes_it(
     assert stopped.status == 1, stopped.text
     assert "With that, no replica of the model is whole any more." in stopped.text
     assert "Traceback" not in stopped.text
+    resumed = run("paceline", *SCRIPT, "notified", folder=tmp_path, ranks=2)
+    assert resumed.status == 0, resumed.text
+    require_trained(tmp_path, 1)
+    require_exact(tmp_path)
+
+
+def test_replicas_that_lose_different_stages_at_once_save_what_the_others_have(
+    tmp_path: Path,
+) -> None:
+    stopped = run("paceline", *SCRIPT, "notified", "0:1:3:0+3", folder=tmp_path, ranks=4)
+    assert stopped.status == 1, stopped.text
+    assert "With that, no replica of the model is whole any more." in stopped.text
+    assert "Traceback" not in stopped.text
+    saved = re.findall(r"the state after (\d) steps is saved in runs/stages", stopped.text)
+    checkpoints = (tmp_path / "runs" / "stages" / "checkpoints").glob("step-*.json")
+    newest = json.loads(max(checkpoints).read_bytes())
+    assert newest["step"] == max(map(int, saved)) >= 6  # the killing step was the ninth
     resumed = run("paceline", *SCRIPT, "notified", folder=tmp_path, ranks=2)
     assert resumed.status == 0, resumed.text
     require_trained(tmp_path, 1)

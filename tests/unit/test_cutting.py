@@ -102,6 +102,18 @@ def test_an_optimizer_of_the_whole_model_is_refused() -> None:
         on_ranks(run, 2)
 
 
+def test_stages_of_divided_layers_are_refused() -> None:
+    def run(rank: PipelineRank) -> None:
+        rank.cut(model(), F.cross_entropy, microbatches=2, cuts=["1"])
+
+    with pytest.raises(ConfigError) as raised:
+        on_ranks(run, 2, tensor=2)
+    assert str(raised.value) == (
+        "the mesh has 2 stages and 2 tensor ranks, but paceline.stages() can't cut a model whose "
+        "layers are divided, too: give the mesh one of both."
+    )
+
+
 class Between(nn.Module):
     """A model whose forward does something between its children."""
 

@@ -42,7 +42,14 @@ def several_kinds() -> nn.Module:
     own = torch.Generator().manual_seed(5)
     given = torch.tensor(model[4].bias.tolist())
     given.mul_(torch.rand(5))  # which has memory
+    read = torch.rand(3)
+    real = torch.tensor([1.0, 2.0, 3.0])
+    product = read * torch.ones(3).mul_(2).mul_(2) + real
+    read.zero_()
+    real.zero_()
     buffers = {
+        "product": product,
+        "other strides": torch.linalg.svd(torch.rand(3, 4))[2].contiguous(),  # than on meta
         "scaled": torch.arange(4.0).sin()[None].expand(2, 4) * rate,
         "given": given,
         "drawn": torch.randn(3, generator=own) + torch.randn(3, generator=own),
@@ -58,6 +65,7 @@ def of_another_dtype() -> nn.Module:
     earlier = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     model = nn.Linear(3, 3)
+    model.register_buffer("drawn", torch.rand(3))
     torch.set_default_dtype(earlier)
     return model
 

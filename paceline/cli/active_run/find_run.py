@@ -49,6 +49,11 @@ def find_run_of_weights(run: str, output_dir: Path) -> tuple[Path, str]:
     return find_run(run, output_dir), ""
 
 
+def runs_in(output_dir: Path) -> list[Path]:
+    """Return the folders of all runs in a folder, by name."""
+    return sorted(folder for folder in output_dir.glob("*") if folder.is_dir() and _is_run(folder))
+
+
 def known_runs(names: Sequence[str]) -> str:
     """Return a clause that names the runs of a folder, of many the last ones; "" without any."""
     if len(names) > _NAMED:

@@ -9,7 +9,6 @@ from pathlib import Path
 import lmdb
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from paceline.data.db.formats.record_formats import decode_record, encode_record
 from tests.harness.data.databases import write_lmdb
@@ -24,6 +23,8 @@ def make_clone(folder: Path) -> None:
     (folder / "shared/meet").mkdir(parents=True)
     some_images(folder / "photos/train", classes=3, each=4, size=64)
     some_images(folder / "photos/test", classes=3, each=1, size=64)
+    from sklearn.datasets import load_digits  # a second, which only these tests take
+
     digits = load_digits()
     for label in range(10):
         for i, number in enumerate(np.flatnonzero(digits.target == label)[: TRAIN + TEST]):

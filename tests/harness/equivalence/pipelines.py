@@ -134,11 +134,14 @@ class PipelineRank:
         return batch.tensor_split(data.size)[data.rank]
 
 
-def on_ranks(function: Callable[[PipelineRank], T], stages: int, replicas: int = 1) -> list[T]:
+def on_ranks(
+    function: Callable[[PipelineRank], T], stages: int, replicas: int = 1, tensor: int = 1
+) -> list[T]:
     """Run a function on each rank of a pipeline; return what each returns."""
     connections = Connections()
-    size = stages * replicas
-    mesh = Mesh(machines=(0,) * size, axes=(("stage", stages), ("data", replicas)))
+    size = stages * replicas * tensor
+    axes = (("stage", stages), ("data", replicas), ("tensor", tensor))
+    mesh = Mesh(machines=(0,) * size, axes=axes)
 
     def run(own: Communicator) -> T:
         world = world_of((size,), own.rank)

@@ -3,7 +3,8 @@
     python -m tests.harness.library.stage_script SYNC [DEATH …]
 
 A death is GENERATION:EPOCH:BATCH:MEMBER: the process that began as rank MEMBER kills itself in that
-step. Each process saves its last weights in a file named by its stage and its process id. The run
+step; with +OTHER behind it, it kills the one that began as rank OTHER first. Each process saves its
+last weights in a file named by its stage and its process id. The run
 folder is `runs/stages`.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -60,6 +62,16 @@ def trained_alone(stage: int) -> dict[str, Tensor]:
     return copied(model)
 
 
+def kill(own: str, deaths: Sequence[str]) -> None:
+    """Kill this process, if one of the deaths is its own."""
+    for death in deaths:
+        named, _, other = death.partition("+")
+        if named == own:
+            if other:
+                os.kill(int(Path(f"pid.{other}").read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Train as one process of the world."""
     way, *deaths = sys.argv[1:]
@@ -68,6 +80,7 @@ def main() -> None:
     mesh = {"stage": (stages or [STAGES])[0]}
     with paceline.join(folder, seed=SEED, timeout=30, mesh=mesh, checkpoint_steps=2) as world:
         member = world.rank
+        Path(f"pid.{member}").write_text(str(os.getpid()))
         stage = world.coordinate("stage")
         model = part(stage)
         optimizer = optimizer_of(model)
@@ -79,8 +92,7 @@ def main() -> None:
                 with world.step():
                     if not world.steps:
                         print(f"drawn {torch.rand(()).item()}", flush=True)
-                    if f"{world.generation}:{epoch}:{loader.step}:{member}" in deaths:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    kill(f"{world.generation}:{epoch}:{loader.step}:{member}", deaths)
                     loss_of(model, x, y).backward()
                     optimizer.step()
                     optimizer.zero_grad()

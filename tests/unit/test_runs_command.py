@@ -1,0 +1,86 @@
+"""`paceline runs` and `paceline compare` tell runs apart by what is in their folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from paceline.cli.main import main
+from tests.harness.library.finished_run import CONFIG
+
+HEADER = (
+    "time_spent,cumulative_time_spent,input_count,cumulative_input_count,cumulative_batch_count,"
+    "inputs_per_sec,accuracy,epoch,learning_rate,loss,test_accuracy"
+)
+
+
+def write(folder: Path, rate: float, rows: list[str], *, finished: bool) -> None:
+    folder.mkdir(parents=True)
+    flags = {**CONFIG.identity(), "base_learning_rate": rate, "num_epochs": 2}
+    (folder / "config.toml").write_text(tomli_w.dumps(flags))
+    (folder / "resnet20.log").write_text("\n".join(["# Namespace()", HEADER, *rows, ""]))
+    step = {"event": "step", "generation": 0, "step": 20 * len(rows) - 1}
+    (folder / "events.a-0.jsonl").write_text(json.dumps(step) + "\n")
+    if finished:
+        (folder / "finished").write_text("finished\n")
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run, and one that stopped after its first epoch; and what is no run."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        "10.0,10.0,500,500,20,50,0.5,0,0.1,1.5,0.75",
+        "15.0,25.0,500,1000,40,50,0.5,1,0.1,1.25,0.625",
+    ]
+    write(Path("runs/fast"), 0.5, rows, finished=True)
+    write(Path("runs/slow"), 0.25, rows[:1], finished=False)
+    Path("runs/notes").mkdir()
+    Path("runs/script/members").mkdir(parents=True)
+
+
+def test_runs_have_their_progress_and_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    results = ["finished", "2/2", "1.2500", "75.00%", "0:25", "40"]
+    assert cells[0] == ["fast", "resnet20", *results]
+    assert cells[1][:3] == ["script", "a script's", "stopped, step 0"]
+    stopped = ["stopped, step 20", "1/2", "1.5000", "75.00%", "0:10", "50"]
+    assert cells[2] == ["slow", "resnet20", *stopped]
+    assert main(["runs", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["run"] for one in found] == ["fast", "script", "slow"]
+    assert (found[0]["accuracy"], found[0]["images_per_second"]) == (0.75, 40.0)
+
+
+def test_a_comparison_has_the_flags_that_differ_and_all_results(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "fast", "runs/slow", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differences"] == {"base_learning_rate": [0.5, 0.25]}
+    assert [one["state"] for one in found["runs"]] == ["finished", "stopped, step 20"]
+    assert main(["compare", "fast", "slow"]) == 0
+    text = capsys.readouterr().out
+    assert "--base_learning_rate" in text
+    assert "--model" not in text
+    assert all(result in text for result in ("75.00%", "0:25", "0:10"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("runs --output_dir nowhere", "--output_dir nowhere: there is no run in it"),
+        ("compare fast", "At least two runs are required"),
+        ("compare fast none", "none is neither a run folder nor the id of a run"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert sentence in capsys.readouterr().err
