@@ -90,11 +90,12 @@ def require_equal(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", CUTS)
-@pytest.mark.parametrize("extra", [0, 1, 2])
-def test_stages_equal_one_process(schedule: str, stages: int, extra: int) -> None:
-    microbatches = stages + stages * extra // 2
+@pytest.mark.parametrize("each", [1, 1.5, 4])
+def test_stages_equal_one_process(schedule: str, stages: int, each: float) -> None:
+    microbatches = int(stages * each)
+    data = batches(16, 16, 5) if each == 4 else batches(12, 12, 12, 5)
     options = {"cuts": CUTS[stages], "schedule": schedule, "microbatches": microbatches}
-    require_equal(mlp(), stages, adamw if extra == 1 else sgd, **options)
+    require_equal(mlp(), stages, adamw if each == 1.5 else sgd, data=data, **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -14,6 +14,7 @@ from tests.harness.processes.run_folders import events
 
 SCORES = ("accuracy", "loss", "test_accuracy", "cumulative_input_count")
 MICROBATCHES = ("--model", f"{__name__}:normed", "--microbatches", "3", "--clip_norm", "1")
+PLAIN = ("--model", f"{__name__}:plain")
 
 
 def normed(num_labels: int) -> nn.Module:
@@ -27,6 +28,12 @@ def normed(num_labels: int) -> nn.Module:
     ).double()
 
 
+def plain(num_labels: int) -> nn.Module:
+    """Make a net that knows no batch, so that microbatches change nothing."""
+    torch.manual_seed(2)
+    return nn.Sequential(ToFloat64(), nn.Flatten(), nn.Linear(3 * 16**2, num_labels)).double()
+
+
 def train(folder: Path, machines: tuple[int, ...], *flags: str) -> TrainerRollbacks:
     training = TrainerRollbacks(folder, (*MICROBATCHES, *flags), machines)
     training.run()
@@ -38,6 +45,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TrainerRollback
     """Trainings of one and of two whole replicas."""
     folder = tmp_path_factory.mktemp("whole")
     return {n: train(folder / f"{n}", (n,), "--sync", "allreduce") for n in (1, 2)}
+
+
+def require_same_scores(training: TrainerRollbacks, expected: TrainerRollbacks) -> None:
+    for rows in zip(training.rows, expected.rows, strict=True):
+        for name in SCORES:
+            value, other = (float(row[name]) for row in rows)
+            assert value == pytest.approx(other, rel=1e-6), name
+
+
+def test_microbatches_of_a_model_that_knows_no_batch_change_nothing(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", (1,), *PLAIN, "--microbatches", "0")
+    cut = train(tmp_path / "cut", (1,), *PLAIN)
+    assert distance(*(load(one.folder / "plain_model.pt") for one in (cut, whole))) < EXACT
+    require_same_scores(cut, whole)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +81,6 @@ def test_stages_train_as_whole_replicas_do(
     weights = [load(one.folder / "normed_model.pt") for one in (staged, whole)]
     assert [*weights[0]] == [*weights[1]]  # in the model's order
     assert distance(*weights) < EXACT
-    for row, expected in zip(staged.rows, whole.rows, strict=True):
-        for name in SCORES:
-            assert float(row[name]) == pytest.approx(float(expected[name]), rel=1e-6), name
+    require_same_scores(staged, whole)
     chosen = [e["text"] for e in events(staged.folder, 0) if "Pin this choice" in e.get("text", "")]
     assert len(chosen) == ("--cuts" not in flags)
