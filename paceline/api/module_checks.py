@@ -16,8 +16,12 @@ _EXCHANGES = (
 """Wrappers that exchange gradients or parameters by themselves: torch's, and those of FairScale."""
 
 
-def require_supported_modules(model: nn.Module) -> None:
+def require_supported_modules(model: nn.Module, device: torch.device) -> None:
     """Require that all modules train alike on all ranks, and have hooks.
+
+    Args:
+        model: the model.
+        device: on which this rank computes.
 
     Raises:
         ConfigError: an embedding renormalises its table or scales its gradient, a module is
@@ -45,7 +49,7 @@ def require_supported_modules(model: nn.Module) -> None:
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    if tensor.is_meta:
+                    if tensor.is_meta and device.type != "meta":
                         raise ConfigError(
                             f"{path} has a {kind} {key} without values, on the meta device: pass "
                             "the model to paceline.stages() first, which gives each stage its "

@@ -319,7 +319,7 @@ def refuse_other_stages(
 def _check_model(model: nn.Module, world: World) -> None:
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise ConfigError("the model is a single BatchNorm: put it into an nn.Sequential.")
-    require_supported_modules(model)
+    require_supported_modules(model, world.device)
     for name, tensor in _state(model):
         if tensor.device != world.device:
             raise ConfigError(

@@ -50,7 +50,7 @@ def tensor_parallel(
         world._end.require_open(call)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{call} got {type(model).__name__} as its model: pass the module.")
-        require_supported_modules(model)
+        require_supported_modules(model, world.device)
         from paceline.parallel.dividing import divide  # DTensors take seconds to import
 
         divide(model, world._run, plan)

@@ -18,8 +18,8 @@ COMMANDS = {
     "unknown command": Bad(command="trian", message=r"no command 'trian': did you mean train\?"),
     "nothing like a command": Bad(
         command="fly",
-        message="no command 'fly': there are train, launch, serve, evaluate, predict, db, stop, "
-        "status, ledger, plan.",
+        message="no command 'fly': there are train, launch, serve, evaluate, predict, runs, "
+        "compare, db, stop, status, ledger, plan.",
     ),
     "unknown command of db": Bad(
         command="db creat a b", message=r"no command 'db creat': did you mean create\?"

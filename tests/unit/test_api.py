@@ -27,8 +27,8 @@ SIGNATURES = {
     "first_iter_timeout=None, timeout=None, "
     "peer_timeout=10.0, idle_timeout=None, default_group=False, mesh=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
-    "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, shares='auto', "
-    "sync_bn=False, buffers='broadcast')",
+    "update='replicated', param_dtype='float32', transport='tcp', connections=0, bucket_mb=0.0, "
+    "shares='auto', sync_bn=False, buffers='broadcast')",
     "stages": "(model, world, *, loss, microbatches, cuts=None, schedule='1f1b', "
     "blocks=None, example=None, checkpoint_activations=False)",
     "deferred_init": "()",
