@@ -190,5 +190,5 @@ def test_a_model_without_values_is_refused_where_there_are_no_stages() -> None:
     with deferred_init(), deferred_init():
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"weight without values.*paceline\.stages\(\) first"):
-        require_supported_modules(model)
+        require_supported_modules(model, torch.device("cpu"))
     assert values_of([model.weight])[0].isfinite().all()
