@@ -116,7 +116,7 @@ class CheckpointParts:
         """
         checkpoint = self._newest
         if checkpoint is not None and all(self._has(checkpoint, part) for part in self._parts):
-            # No member is told: this process may have left the world already.
+            # No member is notified: this process may have left the world already.
             self._write_index(checkpoint)
         return max((index.step for index in CheckpointIndex.of_folder(self._folder)), default=None)
 
