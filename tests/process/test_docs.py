@@ -42,6 +42,8 @@ SHOWN_ONLY = {
     "needs CIFAR-10 and an hour and a half",
     "needs CIFAR-10, root and several hours",
     "needs a GPU",
+    "needs Docker",
+    "needs Kubernetes",
     "needs Slurm",
     "needs an etcd cluster",
 }
