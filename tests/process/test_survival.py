@@ -23,6 +23,7 @@ from tests.harness.processes.supervisor_stage import (
 )
 
 HOST = os.uname().nodename
+CONTINUE = " The other workers continue."
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_supervisor_that_is_killed_while_it_ends_the_run_leaves_no_worker(stag
 def test_a_lost_worker_ends_no_other(stage: Stage, tmp_path: Path) -> None:
     supervisor, actors = survivors(stage, 3, exits=tmp_path / "exits")
     kill(actors[1].pid)
-    await_text(supervisor, "The other workers continue.")
+    await_text(supervisor, CONTINUE)
     actors[0].obey("still-there")
     for actor in (actors[0], actors[2]):
         actor.send_order("exit 0")
@@ -147,10 +148,19 @@ def test_a_lost_worker_ends_no_other(stage: Stage, tmp_path: Path) -> None:
     assert exits[3:] == ["closed"]
 
 
+def test_a_loss_is_said_before_the_others_continue(stage: Stage, tmp_path: Path) -> None:
+    supervisor, actors = survivors(stage, 2, exits=tmp_path / "supervisor0.log")
+    kill(actors[1].pid)
+    await_text(supervisor, "1 failed: ")
+    said, reported = supervisor.text.splitlines()
+    assert said.startswith(f"paceline: rank 1 on machine 0 ({HOST}) was killed by SIGKILL.")
+    assert reported == f"1 failed: {said.removeprefix('paceline: ').removesuffix(CONTINUE)}"
+
+
 def test_a_machine_that_lost_all_its_workers_names_the_cause(stage: Stage) -> None:
     supervisor, (first, second) = survivors(stage, 2)
     kill(second.pid)
-    await_text(supervisor, "The other workers continue.")
+    await_text(supervisor, CONTINUE)
     first.fail(PeerLost("rank 1 ended its connection."))
     assert supervisor.status() == 1
     (last,) = supervisor.text.splitlines()[1:]
@@ -161,7 +171,7 @@ def test_a_machine_that_lost_all_its_workers_names_the_cause(stage: Stage) -> No
 def test_a_worker_that_lost_its_peers_ends_no_other(stage: Stage) -> None:
     supervisor, (first, second) = survivors(stage, 2)
     first.fail(PeerLost("the members expelled this one."))
-    await_text(supervisor, "The other workers continue.")
+    await_text(supervisor, CONTINUE)
     second.send_order("exit 0")
     assert supervisor.status() == 0
 

@@ -302,13 +302,14 @@ class MachineWorkers:
         begun = worker.survives or any(one.survives for one in others)
         if not begun or stopped or (own is not None and not own.consequence):
             return failure  # no loss to report: the others end, too
-        self._report_exit(local_rank, name, failure.text, failed=True)
         self._lost[name] = failure
         if self._servers is not None and self._serves(local_rank):
             workers = len(self._run.generation.members)
             print_message(f"{failure.text} {self._servers.after_loss(workers)}")
         elif not all(map(self._serves, self._workers)):
             print_message(f"{failure.text} The other workers continue.")
+        # The members print that they continue: a user sees the cause before.
+        self._report_exit(local_rank, name, failure.text, failed=True)
         return None
 
     @property

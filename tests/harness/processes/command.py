@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -82,13 +83,30 @@ class Running:
 
     def line_with(self, words: str) -> str:
         """Read up to a line that contains `words`; return that line."""
+        return self.lines_with(words)[0]
+
+    def lines_with(self, *words: str) -> list[str]:
+        """Read until each of several words was in a line, in any order; return these lines.
+
+        Lines of two processes come in any order: reading up to one may pass the other. Over the
+        limit all processes are killed.
+        """
         assert self._process.stdout is not None
+        found: dict[str, str] = {}
         seen = []
-        for line in map(_text, self._process.stdout):
-            if words in line:
-                return line
-            seen.append(line)
-        raise AssertionError(f"ended without {words!r}:\n{''.join(seen)}")
+        over = threading.Timer(LIMIT, self.kill_all)
+        over.start()
+        try:
+            for line in map(_text, self._process.stdout):
+                seen.append(line)
+                found = {each: line for each in words if each in line} | found
+                if len(found) == len(words):
+                    return [found[each] for each in words]
+        finally:
+            over.cancel()
+            over.join()
+        missing = [each for each in words if each not in found]
+        raise AssertionError(f"ended, or {LIMIT} s, without {missing}:\n{''.join(seen)}")
 
     def wait(self, limit: float = LIMIT) -> Result:
         """Wait for the end, and read what `line_with` left; over the limit all are killed."""
