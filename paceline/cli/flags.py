@@ -28,7 +28,7 @@ Config = TypeVar("Config")
 
 _YES = frozenset({"true", "1", "yes"})
 _NO = frozenset({"false", "0", "no"})
-_FOREIGN = {
+FOREIGN = {
     "lr": "base_learning_rate",
     "epochs": "num_epochs",
     "nproc_per_node": "num_workers",
@@ -45,11 +45,11 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: 
         ConfigError: a flag has another name here, or a value breaks a rule.
         SystemExit: help was requested, or a flag is unknown or has no such value.
     """
-    options = dict(_options(config))
+    names = {name for name, _, _ in options(config)}
     for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        ours = _FOREIGN.get(name, "") if word.startswith("--") else ""
-        if name not in options and ours in options:
+        name = flag_of(word)
+        ours = FOREIGN.get(name, "")
+        if name not in names and ours in names:
             remedy = Message(f"use {{--{ours}}}")
             raise ConfigError(flag=name, rule="there is no such option", remedy=remedy)
     registry = ConstructorRegistry()
@@ -84,7 +84,13 @@ class _Mistake(Exception):
 
 def switches(config: type) -> dict[str, bool]:
     """Return the default of each boolean flag by its name."""
-    return {name: value for name, value in _options(config) if isinstance(value, bool)}
+    return {name: value for name, value, _ in options(config) if isinstance(value, bool)}
+
+
+def flag_of(word: str) -> str:
+    """Return the name of the flag that a word of a command line begins with; "": it is none."""
+    flag = word.partition("=")[0]
+    return flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
 
 
 def takes(config: type, flag: str, word: str) -> bool:
@@ -95,15 +101,15 @@ def takes(config: type, flag: str, word: str) -> bool:
     return not name or word.lower() in _YES | _NO
 
 
-def _options(config: type) -> Iterator[tuple[str, Any]]:
-    """Yield the name and default of each flag, those of nested configurations too."""
+def options(config: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, default and type of each flag, those of nested configurations too."""
     hints = get_type_hints(config)
     for field in fields(config):
         kind = hints[field.name]
         if isinstance(kind, type) and is_dataclass(kind):
-            yield from _options(kind)
+            yield from options(kind)
         else:
-            yield field.name, field.default
+            yield field.name, field.default, kind
 
 
 def _number(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
+from paceline.cli.config_file import with_file
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cli.server_command import server_command
@@ -61,6 +62,8 @@ examples:
   the same with a Redis server, and Caffe2's command name:
     resnet50_trainer --train_data train-lmdb --num_gpus 2 --num_shards 2
         --shard_id 0 --run_id first --redis_host redis.lab
+  the flags of another run, with another learning rate:
+    paceline train --config runs/first/config.toml --base_learning_rate 0.05
   two workers that torchrun starts (likewise srun -n 2 and mpirun -n 2):
     torchrun --nproc-per-node 2 --no-python
         paceline train --train_data train-lmdb
@@ -75,6 +78,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     Raises:
         PacelineError: a mistake of the caller, reported before anything is written.
     """
+    argv = with_file(argv, TrainConfig)
     if prog == "resnet50_trainer":
         argv = ["--max_loss_at", "epoch", *argv]  # first, so that the user's own is what counts
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
@@ -124,7 +128,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
     with ExitStack() as stack:
 
         def formed(run: FormedRun) -> None:
-            folder.open(config.identity())
+            folder.open(config.identity(), config.started())
             stack.callback(folder.close)
             stack.callback(remove_ended_records, folder.path, plan.machine)
             remove_records_of_machine(folder.path, plan.machine)

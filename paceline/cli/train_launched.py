@@ -170,7 +170,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     joined.store.set(f"checked/{group.machine}", "")
     checked = [f"checked/{machine}" for machine in range(len(group.generation.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
-    folder.open(config.identity())
+    folder.open(config.identity(), config.started())
     remove_records_of_machine(folder.path, group.machine)
     joined.store.set(opened, "")
 

@@ -24,6 +24,10 @@ class OutputConfig:
     """Folder of all runs; a run's log, events, checkpoints and weights are in
     <output_dir>/<run_id>."""
 
+    config: str = ""
+    """TOML file of flags, such as the config.toml of another run, which is then trained anew: a
+    line `name = value` for each flag. Flags of the command line win."""
+
     resume: str = "auto"
     """auto: resume from the run's newest valid checkpoint, if there is one. no: start a new run.
     Any other value is the path of another run's checkpoint to start from."""

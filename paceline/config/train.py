@@ -24,13 +24,20 @@ _OWN = frozenset(
         *("file_store_path", "redis_host", "redis_port", "redis_url", "etcd"),
         *("master", "secret_file", "peer_timeout", "first_iter_timeout", "timeout"),
         *("idle_timeout", "distributed_interfaces", "decode_threads", "decode_workers"),
-        *("train_data", "test_data", "resume", "reset_optimizer"),
+        *("train_data", "test_data", "config", "resume", "reset_optimizer"),
         *("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         *("snapshots", "snapshot_memory_mb", "snapshot_copies", "replica_check"),
         *("trace_steps", "tracker"),
         *("max_loss_at", "shares", "average_through", "average_server"),
         *("num_servers", "parameter_servers"),
     }
+)
+
+# Those of them that decide, with the identity, what a run trains, and by how many workers.
+_STARTED = (
+    *("train_data", "test_data", "gpus", "num_gpus", "num_workers"),
+    *("max_loss_at", "shares", "average_through", "average_server"),
+    *("num_servers", "parameter_servers"),
 )
 
 # Hyperparameters that a later start of a run may edit: from then on, they hold.
@@ -86,6 +93,11 @@ class TrainConfig:
         """The flags that make it this run: equal on all its machines and at each of its starts."""
         legacy = asdict(self.legacy)
         return {k: v for k, v in self.flat().items() if k not in _OWN and k not in legacy}
+
+    def started(self) -> dict[str, object]:
+        """The further flags that another start needs to train the same: data and workers."""
+        flat = self.flat()
+        return {name: flat[name] for name in _STARTED}
 
     def digests(self) -> tuple[str, ...]:
         """Eight hex digits for the default run id, and the older ones that it may still have.
@@ -169,6 +181,8 @@ def _changes(
     """Yield each flag that differs, with both values."""
     trains = "num_epochs" in known and "num_epochs" in wanted  # not so a run of a script
     for name in {**wanted, **known}:
+        if trains and name in _OWN:
+            continue
         default = _defaults().get(name) if trains else None
         before = _plain(known.get(name, default))
         now = _plain(wanted.get(name, default))

@@ -1,6 +1,6 @@
 """A run's folder: `<output_dir>/<run_id>`, what it is for, and who may write there.
 
-    config.toml            the run's configuration
+    config.toml            the run's configuration, with the data and workers of its newest start
     exchange.toml          how its gradients are exchanged, where that was measured
     <log>.log              the CSV log
     events.<member>.jsonl  a line a step
@@ -94,11 +94,14 @@ class RunFolder:
             self._take_lock(0)
             self.close()
 
-    def open(self, config: Mapping[str, object]) -> None:
+    def open(
+        self, config: Mapping[str, object], started: Mapping[str, object] | None = None
+    ) -> None:
         """Make or take the folder for a run of this configuration.
 
         Args:
             config: every flag that makes it this run, by name.
+            started: the further flags of this start that are recorded with them, by machine 0.
 
         Raises:
             ConfigError: the run is alive, its configuration is another, or the folder can't be
@@ -112,7 +115,7 @@ class RunFolder:
                 self._created = not self._found
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock(0)
-                self._write_config(config)
+                self._write_config(config, started or {})
                 (self.path / FINISHED_NAME).unlink(missing_ok=True)  # it trains again
             except OSError as error:
                 self.close()
@@ -247,7 +250,7 @@ class RunFolder:
         files = self.path.glob("events.*.jsonl")
         return any(b'"event": "step"' in events.read_bytes() for events in files)
 
-    def _write_config(self, config: Mapping[str, object]) -> None:
+    def _write_config(self, config: Mapping[str, object], started: Mapping[str, object]) -> None:
         """Write the configuration of a new run, or of one that continues with more epochs.
 
         Hyperparameters stay as they were: `record_edits` records those of a start that isn't
@@ -255,10 +258,13 @@ class RunFolder:
         """
         path = self.path / CONFIG_NAME
         known = _read(path)
-        if not known:
-            write_atomically(path, tomli_w.dumps(dict(config)))
-        elif difference(config, known):
-            write_atomically(path, tomli_w.dumps({**config, **edits(config, known)}))
+        flags = known or dict(config)
+        if known and difference(config, known):
+            flags = {**config, **edits(config, known)}
+        if self._shard_id == 0:
+            flags = {**flags, **started}
+        if flags != known:
+            write_atomically(path, tomli_w.dumps(flags))
 
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
