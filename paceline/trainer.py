@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from paceline.state.weights import save_epoch
 class Trainer:
     """Training loop, and the components that it uses; `folder` gets the weights of each epoch.
 
+    `about` describes the model in the files of its weights.
     `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
     """
 
@@ -43,6 +46,7 @@ class Trainer:
     small: SmallSlices
     folder: Path
     weights_name: str
+    about: Mapping[str, Any]
     epochs: int
     num_labels: int
     staged: StagedPass | None = None
@@ -97,7 +101,9 @@ class Trainer:
         elif leads:
             state = self.model.state_dict()
         if leads and state is not None:
-            save_epoch(self.folder, self.weights_name, state, best=best)
+            _, workers = self.steps.run.rank_and_size()
+            about = {**self.about, "workers": workers, "threads": torch.get_num_threads()}
+            save_epoch(self.folder, self.weights_name, state, about, best=best)
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()

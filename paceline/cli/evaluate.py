@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from paceline.cli.active_run.find_run import find_run_of_weights
+from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
 from paceline.cli.tables import table_console, table_of
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(EvaluateConfig, argv, prog="paceline evaluate", description=_DESCRIPTION)
-    folder, file = find_run_of_weights(config.run, Path(config.output_dir))
+    folder, file = find_run_or_weights(config.run, Path(config.output_dir))
     cuda = torch.cuda.is_available() and not config.use_cpu
     device = torch.device("cuda" if cuda else "cpu")
-    trained = TrainedModel.of_run(folder, device, config.weights or file)
-    workers = config.run_workers or _workers_of(folder)
+    trained = TrainedModel.read(folder, device, config.weights or file)
+    workers = config.run_workers or trained.workers or _workers_of(folder)
     seed = trained.config.optim.seed + 1  # as the training has it, of synthetic images
     source = open_source("test_data", config.test_data, trained.config.data, seed)
     with closing(source), meter("Evaluating", "images", Console(stderr=True)) as shown:
@@ -67,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _workers_of(folder: Path) -> int:
+def _workers_of(folder: Path | None) -> int:
     """Return how many workers the run's last generation had; 1 where no event says so."""
     newest = (-1, 1)
-    for _, path in find_event_files(folder):
+    for _, path in find_event_files(folder) if folder is not None else ():
         for event in read_events(path):
             if event.get("event") == "run":
                 newest = max(newest, (event["generation"], event["world_size"]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from paceline.cli.active_run.find_run import find_run_of_weights
+from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
 from paceline.config.predict import PredictConfig
@@ -47,11 +47,11 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(PredictConfig, argv, prog="paceline predict", description=_DESCRIPTION)
-    folder, file = find_run_of_weights(config.run, Path(config.output_dir))
+    folder, file = find_run_or_weights(config.run, Path(config.output_dir))
     paths = find_images(_places(config.images))
     cuda = torch.cuda.is_available() and not config.use_cpu
     device = torch.device("cuda" if cuda else "cpu")
-    trained = TrainedModel.of_run(folder, device, config.weights or file)
+    trained = TrainedModel.read(folder, device, config.weights or file)
     show = _printer(config, trained.names)
     unread = 0
     predictions = predict(

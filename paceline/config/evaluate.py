@@ -17,7 +17,7 @@ class EvaluateConfig:
 
     run: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder or id of a run of `paceline train`, or a file of
-    weights in such a folder."""
+    weights that such a run has written."""
 
     test_data: str
     """Path of the database, of the kind that the run's were."""

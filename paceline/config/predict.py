@@ -18,7 +18,7 @@ class PredictConfig:
 
     run: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder or id of a run of `paceline train`, or a file of
-    weights in such a folder."""
+    weights that such a run has written."""
 
     images: Positional[Annotated[tuple[str, ...], arg(metavar="IMAGE|FOLDER|- …")]]
     """Image files, and folders with images at any depth. -: read

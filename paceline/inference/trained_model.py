@@ -1,27 +1,32 @@
-"""Trained model of a run, as its folder describes it: weights, form of the images, class names.
+"""Trained model, as the file of its weights describes it: form of the images, class names.
 
-runs/digits/config.toml         model, number of classes, size and normalisation of the images
-runs/digits/resnet20_best.pt    the weights; resnet20_model.pt are those of the last epoch
-runs/digits/labels.txt          the names of the classes, if the database had them
+    runs/digits/resnet20_best.pt    the weights and their description (`state/weights_about.py`);
+                                    resnet20_model.pt are those of the last epoch
+
+Files of earlier versions have no description; the run's folder has:
+
+    runs/digits/config.toml         model, number of classes, size and normalisation of the images
+    runs/digits/labels.txt          the names of the classes, if the database had them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from paceline.config.train import TrainConfig, config_of
 from paceline.data.db.index.database_index import read_label_names
-from paceline.errors import ConfigError, Message
+from paceline.errors import CheckpointError, ConfigError, Message, PacelineError
 from paceline.models.output_check import check_output, explained_errors
 from paceline.run.precision import Precision
 from paceline.state.run_folder import CONFIG_NAME, read_configuration
-from paceline.state.weights import load_weights, weights_files
+from paceline.state.weights import check_weights, load_weights, weights_files
+from paceline.state.weights_about import read_description
 from paceline.wiring.model import make_model
 
 
@@ -36,6 +41,8 @@ class TrainedModel:
         named: whether they are known.
         model: the module, on its device.
         device: where it computes.
+        workers: of the run, which each had a slice of a batch; None: unknown.
+        threads: that computed a slice; None: unknown.
     """
 
     config: TrainConfig
@@ -44,41 +51,43 @@ class TrainedModel:
     named: bool
     model: nn.Module
     device: torch.device
+    workers: int | None
+    threads: int | None
 
     @classmethod
-    def of_run(cls, folder: Path, device: torch.device, weights: str = "") -> Self:
-        """Read the trained model of a run.
+    def read(cls, folder: Path | None, device: torch.device, weights: str = "") -> Self:
+        """Read a trained model from a file of weights, or the newest one of a run.
 
         Args:
-            folder: the run's.
+            folder: the run's; None: there is none, and the file describes the model.
             device: where it is to compute.
             weights: "best" or "last", or the path of a file; "": the best ones if there are some.
 
         Raises:
             ConfigError: the run was made by another program than `paceline train`, has no weights
-                yet, or the file is another model's.
+                yet, or the file is another model's, or has no description and no run.
             CheckpointError: the file is damaged.
         """
-        flags = read_configuration(folder)
-        if not flags:
-            raise ConfigError(
-                f"{folder} has no {CONFIG_NAME}: it is the run of a script, whose model only that "
-                "script knows; load a file of its checkpoints by torch.load()."
-            )
-        config = config_of(flags)
-        file = _weights_of(folder, config, weights)
-        config = replace(config, model=replace(config.model, load_model_path="", compile=False))
-        known = read_label_names(folder)
-        names = known or tuple(map(str, range(config.data.num_labels)))
+        if weights in ("", "best", "last"):
+            assert folder is not None, "a run, or a file"
+            file = _weights_of(folder, weights)
+        else:
+            file = Path(weights)
+        check_weights(file, "weights")
+        about = read_description(file) or _description_of(folder, file)
+        config = _config_of(file, about)
+        known = about.get("classes")
         model = make_model(config, device).eval()
         load_weights(file, model, flag="weights", whole=True)
         return cls(
             config=config,
             weights=file,
-            names=names,
+            names=known or tuple(map(str, range(config.data.num_labels))),
             named=known is not None,
             model=model,
             device=device,
+            workers=about.get("workers"),
+            threads=about.get("threads"),
         )
 
     @torch.no_grad()
@@ -95,15 +104,13 @@ class TrainedModel:
             return check_output(self.model(images), self.config.data.num_labels, len(images))
 
 
-def _weights_of(folder: Path, config: TrainConfig, weights: str) -> Path:
-    """Return the file that has the weights.
+def _weights_of(folder: Path, weights: str) -> Path:
+    """Return the file of a run's folder that has the weights.
 
     Raises:
         ConfigError: there is none.
     """
-    last, best = weights_files(folder, config.model.weights_name)
-    if weights not in ("", "best", "last"):
-        return Path(weights)
+    last, best = weights_files(folder, config_of(_flags_of(folder)).model.weights_name)
     files = {"": [best, last], "best": [best], "last": [last]}[weights]
     for file in files:
         if file.is_file():
@@ -115,3 +122,48 @@ def _weights_of(folder: Path, config: TrainConfig, weights: str) -> Path:
             files[0],
         )
     )
+
+
+def _description_of(folder: Path | None, file: Path) -> dict[str, Any]:
+    """Return the description that a run's folder has of its weights.
+
+    Raises:
+        ConfigError: there is no run, or it has none.
+    """
+    if folder is None:
+        raise ConfigError(
+            Message(
+                "{} has no description of its model inside (name, classes, size of the images), as "
+                "a run's weights have, and isn't in the folder of a run: give a run of the same "
+                "model, and the file as {--weights}.",
+                file,
+            )
+        )
+    return {**_flags_of(folder), "classes": read_label_names(folder)}
+
+
+def _flags_of(folder: Path) -> dict[str, Any]:
+    flags = read_configuration(folder)
+    if not flags:
+        raise ConfigError(
+            f"{folder} has no {CONFIG_NAME}: it is the run of a script, whose model only that "
+            "script knows; load a file of its checkpoints by torch.load()."
+        )
+    return flags
+
+
+def _config_of(file: Path, about: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a described model, without what concerns training alone.
+
+    Raises:
+        CheckpointError: a value is of another type than its flag's.
+    """
+    try:
+        config = config_of(about)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PacelineError):
+            raise
+        raise CheckpointError(
+            f"{file}: the description of its model is damaged ({error}); give another file."
+        ) from error
+    return replace(config, model=replace(config.model, load_model_path="", compile=False))

@@ -37,6 +37,7 @@ from paceline.session.sources import Databases, order_of
 from paceline.session.training import Training
 from paceline.snapshots.position import Position
 from paceline.state.checkpoint_files import FOLDER
+from paceline.state.weights_about import describe
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.update.outer.average import Average, average_from_flags
@@ -224,6 +225,7 @@ def build_trainer(
         small=data.small,
         folder=session.folder,
         weights_name=config.model.weights_name,
+        about=describe(config, sources.train.label_names),
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
         staged=staged,

@@ -11,6 +11,7 @@ What is read never runs code: a file that holds more than tensors and plain valu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,18 +30,28 @@ _DEEPEST = 2  # entries within entries
 _AVERAGES = ("ema", "swa", "average", "shadow", "teacher")
 
 
-def save_weights(path: Path, model: nn.Module) -> None:
+def save_weights(path: Path, model: nn.Module, about: Mapping[str, Any] | None = None) -> None:
     """Write the model's state dict, contiguous; a reader sees the old file or the new one, whole.
+
+    Args:
+        path: the file.
+        model: has the weights.
+        about: the model's description, see `weights_about.py`.
 
     Raises:
         CheckpointError: the file can't be written (disk, permissions).
     """
-    _save_state(path, model.state_dict())
+    _save_state(path, model.state_dict(), about)
 
 
-def _save_state(path: Path, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
+def _save_state(path: Path, given: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
+    state = OrderedDict(
+        (name, value.contiguous() if isinstance(value, torch.Tensor) else value)
+        for name, value in given.items()
+    )
+    vars(state).update(getattr(given, "__dict__", {}))  # torch's own: versions of modules
+    if about is not None:
+        vars(state).update(about=about)
     try:
         with atomic_file(path) as file:
             torch.save(state, file)
@@ -48,20 +59,23 @@ def _save_state(path: Path, state: dict[str, Any]) -> None:
         raise _unwritten(path, error) from error
 
 
-def save_epoch(folder: Path, name: str, state: dict[str, Any], *, best: bool) -> None:
+def save_epoch(
+    folder: Path, name: str, state: Mapping[str, Any], about: Mapping[str, Any], *, best: bool
+) -> None:
     """Write the weights after an epoch, and keep those of the best one beside them.
 
     Args:
         folder: the run's.
         name: of the files; see `weights_files`.
         state: the model's state dict.
+        about: the model's description, see `weights_about.py`.
         best: the epoch is the best so far.
 
     Raises:
         CheckpointError: a file can't be written (disk, permissions).
     """
     last, best_file = weights_files(folder, name)
-    _save_state(last, state)
+    _save_state(last, state, about)
     if best:
         try:
             link_atomically(last, best_file)  # writing the next epoch's makes a new file

@@ -201,6 +201,9 @@ def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) 
     saved = torch.load(tmp_path / "resnet20_model.pt", weights_only=True)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(saved[name], value)
+    about = saved.about
+    known = {name: about[name] for name in ("model", "num_labels", "image_size", "workers")}
+    assert known == {"model": "resnet20", "num_labels": 10, "image_size": 32, "workers": 1}
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,18 @@ def find_run(run: str, output_dir: Path) -> Path:
     )
 
 
-def find_run_of_weights(run: str, output_dir: Path) -> tuple[Path, str]:
-    """Return a run's folder and a file of weights, given the run's path or id, or that file's.
+def find_run_or_weights(run: str, output_dir: Path) -> tuple[Path | None, str]:
+    """Return a run's folder, given its path or id, or a file of weights and its run's, if it has.
 
     Returns:
-        the folder, and the file's path; "" where a run was given.
+        the folder, None where the file isn't in one; and the file's path, "" where a run was given.
 
     Raises:
         ConfigError: there is neither.
     """
     file = Path(run)
-    if file.is_file() and _is_run(file.parent):
-        return file.parent.resolve(), str(file)
+    if file.is_file():
+        return (file.parent.resolve() if _is_run(file.parent) else None), run
     return find_run(run, output_dir), ""
 
 

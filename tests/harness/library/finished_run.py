@@ -15,6 +15,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
 from paceline.models.zoo import build_model
 from paceline.state.weights import save_weights
+from paceline.state.weights_about import describe
 
 NAMES = ("cat", "dog", "owl")
 CONFIG = TrainConfig(
@@ -38,11 +39,13 @@ def write_run(folder: Path) -> None:
     write_model(folder / "resnet20_model.pt", 0)
 
 
-def write_model(path: Path, seed: int, num_labels: int = 3) -> torch.nn.Module:
-    """Write the weights of a seed; return the model."""
+def write_model(
+    path: Path, seed: int, num_labels: int = 3, *, described: bool = False
+) -> torch.nn.Module:
+    """Write the weights of a seed, undescribed as in earlier versions; return the model."""
     torch.manual_seed(seed)
     model = build_model("resnet20", num_labels=num_labels, num_channels=3)
-    save_weights(path, model)
+    save_weights(path, model, describe(CONFIG, NAMES) if described else None)
     return model.eval()
 
 
