@@ -41,6 +41,8 @@ def stages(
     microbatches one after the other. A parameter that two stages have (tied weights) gets the sum
     of its gradients on both.
 
+    In a mesh that has tensor ranks, too, pass what is returned to `paceline.tensor_parallel`.
+
     Args:
         model: the whole model, on `world.device`, the same on all ranks: a `torch.nn.Sequential`,
             a ResNet of `paceline.models`, or one whose children run one after the other. A child

@@ -30,9 +30,10 @@ def tensor_parallel(
     DTensors. Torch's `clip_grad_norm_` clips by the whole model's norm; collective.
 
     Args:
-        model: the whole model, on `world.device`. The first tensor rank's values count.
+        model: the whole model, on `world.device`; or this rank's stage of it, as
+            `paceline.stages` returns it. The first tensor rank's values count.
         world: whose ranks train the model.
-        plan: styles by the modules' paths, such as {"layers.*.up": "colwise",
+        plan: styles by the modules' paths in the whole model, such as {"layers.*.up": "colwise",
             "layers.*.down": "rowwise"}, as names or torch's objects; "transformer", which divides
             the feed-forward parts of torch's transformer layers; or None: the plan that a Hugging
             Face model has, `config.base_model_tp_plan`.

@@ -13,6 +13,7 @@ from paceline.errors import ConfigError, many
 from paceline.generation.run import Run
 from paceline.parallel.blocks import block_paths, cut_paths, glue_of, take_part
 from paceline.parallel.cuts import CutChoice
+from paceline.parallel.divided_modules import wholes_of
 from paceline.parallel.interpreter import Releases
 from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
 from paceline.parallel.meta_twin import MetaTwin
@@ -48,7 +49,7 @@ def cut_model(
         folder: the run's, which has the cuts that were chosen; None: they aren't written down.
     """
     group = run.context.along("stage")
-    _refuse_tensor_ranks(run)
+    _refuse_divided(model)
     schedule = make_schedule(options.schedule, group.size, options.microbatches)
     paths = block_paths(model, options.blocks)
     glue = glue_of(model)
@@ -107,14 +108,11 @@ def cut_model(
     return stage.train(model.training)
 
 
-def _refuse_tensor_ranks(run: Run) -> None:
-    lengths = run.context.mesh.lengths
-    stages = lengths.get("stage", 1)
-    tensor = lengths.get("tensor", 1)
-    if stages > 1 and tensor > 1:
+def _refuse_divided(model: nn.Module) -> None:
+    if any(map(wholes_of, model.modules())):
         raise ConfigError(
-            f"the mesh has {many(stages, 'stage')} and {many(tensor, 'tensor rank')}, but "
-            f"{_CALL} can't cut a model whose layers are divided, too: give the mesh one of both."
+            "paceline.tensor_parallel() has divided the model's layers, of which a stage would not "
+            f"know: call {_CALL} first, and then paceline.tensor_parallel() of what it returns."
         )
 
 

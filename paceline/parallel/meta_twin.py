@@ -77,13 +77,17 @@ class MetaTwin:
         model: the whole model, none of whose memory is copied.
         parts: for each stage, children of the model, as `take_part` returns them.
         glue: what is between the children.
+
+    Attributes:
+        whole: the twin of the model.
+        parts: those of the parts.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Mapping[str, Any]], glue: Glue) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
-        self._whole = copy.deepcopy(model, memo)
-        self._parts = copy.deepcopy([*parts], memo)  # their modules are those of the whole
+        self.whole = copy.deepcopy(model, memo)
+        self.parts = copy.deepcopy([*parts], memo)  # their modules are those of the whole
         self._glue = glue
         self._checked = False
 
@@ -99,10 +103,10 @@ class MetaTwin:
             try:
                 composed = self._trace(value)
                 if not self._checked:
-                    _require_same(_Operations(self._whole).of(self._whole, value), composed)
+                    _require_same(_Operations(self.whole).of(self.whole, value), composed)
                     self._checked = True
                 found = []
-                for stage, part in enumerate(self._parts):
+                for stage, part in enumerate(self.parts):
                     value = run_blocks(part, self._glue, value)
                     found.append(_boundary(value, stage))
                 return found
@@ -116,11 +120,11 @@ class MetaTwin:
 
     def _trace(self, value: Tensor) -> list[Any]:
         def composed(value: Any) -> Any:
-            for part in self._parts:
+            for part in self.parts:
                 value = run_blocks(part, self._glue, value)
             return value
 
-        return [] if self._checked else _Operations(self._whole).of(composed, value)
+        return [] if self._checked else _Operations(self.whole).of(composed, value)
 
 
 class _Operations(TorchDispatchMode):

@@ -48,7 +48,7 @@ def read_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
         plan = _named_plan(model, plan)
     styles = {path: _style(path, style) for path, style in plan.items()}
     for path, style in styles.items():
-        matched = [*_matched(model, path)]
+        matched = [*matched_modules(model, path)]
         if not matched:
             names = ", ".join(repr(name) for name, _ in model.named_children())
             raise ConfigError(
@@ -105,7 +105,8 @@ def _style(path: str, style: object) -> ParallelStyle:
     )
 
 
-def _matched(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def matched_modules(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a plan's path is, with their own paths."""
     parts = path.split(".")
     for name, module in model.named_modules():
         names = name.split(".")

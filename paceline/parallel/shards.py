@@ -11,7 +11,6 @@ exchanges, updates and saves parameters knows of shards alone, as of any paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_WHOLES = "_paceline_wholes"  # a divided module's attribute: `Whole` by the parameter's name
+from paceline.parallel.divided_modules import WHOLES, wholes_of
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class Whole:
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-
-    @property
-    def divided(self) -> bool:
-        """Whether the ranks have different parts."""
-        return any(placement.is_shard() for placement in self.placements)
 
     def of(self, shard: Tensor) -> Tensor:
         """Return the whole as a DTensor, around a shard."""
@@ -72,15 +66,6 @@ def keep_shards(model: nn.Module) -> None:
             module.__class__ = _reading(type(module), wholes)
 
 
-def divided_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which the ranks have different parts."""
-    for module in model.modules():
-        for name, whole in getattr(type(module), _WHOLES, {}).items():
-            p = module._parameters[name]
-            if p is not None and whole.divided:
-                yield p
-
-
 def _shard_of(p: DTensor) -> nn.Parameter:
     local = p.to_local().detach().clone(memory_format=torch.contiguous_format)
     return nn.Parameter(local, requires_grad=p.requires_grad)
@@ -89,7 +74,7 @@ def _shard_of(p: DTensor) -> nn.Parameter:
 def _reading(kind: type[nn.Module], wholes: dict[str, Whole]) -> type[nn.Module]:
     """Return a subclass that reads some parameters as wholes, under the name of `kind`."""
     members: dict[str, Any] = {name: property(partial(_read, name)) for name in wholes}
-    members[_WHOLES] = wholes
+    members[WHOLES] = wholes
     return _named_like(kind, members)
 
 
@@ -103,5 +88,5 @@ def _read(name: str, module: nn.Module) -> Tensor | None:
     shard = module._parameters[name]
     if shard is None:
         return None
-    wholes: dict[str, Whole] = getattr(type(module), _WHOLES)
-    return wholes[name].of(shard)
+    whole: Whole = wholes_of(module)[name]
+    return whole.of(shard)

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import gather_bytes
 from paceline.parallel.blocks import Glue, run_blocks
+from paceline.parallel.divided_modules import divided_dims
+from paceline.parallel.meta_twin import MetaTwin
 from paceline.parallel.pipeline import Pipeline
 
 
@@ -51,6 +53,11 @@ class Stage(nn.Module):
         self._pipeline = pipeline
         self._keys = keys
         self._in_batch = False
+
+    @property
+    def twin(self) -> MetaTwin:
+        """The whole model, without values."""
+        return self._pipeline.twin
 
     def train_batch(self, x: Tensor, y: Tensor) -> Tensor:
         """Run forward and backward of a batch through all stages; collective along them.
@@ -90,14 +97,27 @@ class Stage(nn.Module):
         return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the whole model, on the CPU; collective along the stages."""
-        communicator = self._pipeline.run.context.group("stage", "steps")
-        own = io.BytesIO()
-        torch.save({name: value.cpu() for name, value in self.state_dict().items()}, own)
+        """Return the state dict of the whole model, on the CPU; collective along the stages.
+
+        Where layers are divided, it is collective along the tensor ranks, too.
+        """
+        own = {name: value.cpu() for name, value in self.state_dict().items()}
+        dims = divided_dims(self)
+        if self._pipeline.run.context.along("tensor").size > 1:
+            shards = self._gathered("tensor", {name: own[name] for name in dims})
+            own |= {name: torch.cat([each[name] for each in shards], dims[name]) for name in dims}
         found: dict[str, Any] = {}
-        for data in gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()"):
-            found.update(torch.load(io.BytesIO(data), weights_only=True))
+        for state in self._gathered("stage", own):
+            found.update(state)
         return {key: found[key] for key in self._keys}
+
+    def _gathered(self, axis: str, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what each rank along an axis has; collective."""
+        communicator = self._pipeline.run.context.group(axis, "steps")
+        own = io.BytesIO()
+        torch.save(state, own)
+        gathered = gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()")
+        return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
 
     def _run(self, value: Any) -> Any:
         return run_blocks({name: self._modules[name] for name in self._runs}, self._glue, value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.harness.processes.command import Result
 from tests.harness.processes.launcher_commands import run
 
+MESH = ("-m", "tests.harness.library.mesh_script")
 SCRIPT = ("-m", "tests.harness.library.tensor_script")
 EXACT = 1e-10
 
@@ -24,6 +27,42 @@ def test_divided_models_train_as_whole_ones(
     assert all(float(far) < EXACT for far in found), ended.text
     shares = [float(share) for share in re.findall(r": (\d\.\d\d),", ended.text)]
     assert max(shares) < 0.6, ended.text  # of the whole model
+
+
+def require_exact(ended: Result, processes: int) -> None:
+    """Require that so many processes have the weights of one."""
+    assert ended.status == 0, ended.text
+    assert "Traceback" not in ended.text
+    found = re.findall(r"(\S+) off", ended.text)
+    assert len(found) == processes, ended.text
+    assert all(float(far) < EXACT for far in found), ended.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "part"), [(0, 2, "tensor"), (2, 4, "stage1of2-tensor")]
+)
+def test_divided_layers_resume_from_the_parts_of_their_ranks(
+    tmp_path: Path, stages: int, ranks: int, part: str
+) -> None:
+    words = (*MESH, "runs/r", str(stages))
+    killed = run("paceline", *words, "all:6", folder=tmp_path, ranks=ranks)
+    assert killed.status, killed.text
+    folder = tmp_path / "runs" / "r" / "checkpoints"
+    newest = json.loads(max(folder.glob("step-*.json")).read_bytes())
+    assert len(newest["parts"]) == ranks
+    assert f"{part}1of2" in newest["parts"]
+    resumed = run("paceline", *words, folder=tmp_path, ranks=ranks)
+    assert f"Resuming from runs/r/checkpoints/step-{newest['step']:08}.json" in resumed.text
+    require_exact(resumed, ranks)
+
+
+def test_a_replica_of_stages_that_loses_a_tensor_rank_leaves_and_the_other_continues(
+    tmp_path: Path,
+) -> None:
+    ended = run("paceline", *MESH, "runs/r", "2", "one:3", folder=tmp_path, ranks=8)
+    assert ended.text.count(". 4 processes continue from step ") == 1, ended.text
+    assert ended.text.count("This process had a replica of the model with it") == 3
+    require_exact(ended, 4)
 
 
 def test_a_replica_that_loses_a_tensor_rank_leaves_and_the_other_continues(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -128,20 +126,17 @@ def mesh() -> Iterator[Any]:
 def test_tied_weights_that_a_plan_separates(mesh: Any) -> None:
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
-    tied = dividing._names(model)
-    dividing._require_tied(model, tied)
+    tied = [*dividing._names(model).values()]
+    assert not [*dividing._faults(model, tied, 2)]
     parallelize_module(model, mesh, {"0": RowwiseParallel()}, src_data_rank=None)
-    with pytest.raises(ConfigError, match=r"^0\.weight and 1\.weight are one parameter"):
-        dividing._require_tied(model, tied)
+    (fault,) = dividing._faults(model, tied, 2)
+    assert fault.startswith("0.weight and 1.weight are one parameter")
 
 
 @pytest.mark.parametrize(("width", "fits"), [(6, True), (5, False)])
 def test_a_width_that_the_ranks_do_not_divide(mesh: Any, width: int, fits: bool) -> None:
     model = nn.Linear(4, width)
     parallelize_module(model, mesh, ColwiseParallel(), src_data_rank=None)
-    weight = model.weight
-    assert isinstance(weight, DTensor)
-    with (
-        nullcontext() if fits else pytest.raises(ConfigError, match=r"\(5, 4\), of which 2 tensor")
-    ):
-        dividing._require_even("0.weight", weight, 2)
+    faults = [*dividing._faults(model, (), 2)]
+    assert len(faults) == (0 if fits else 2)  # the weight's and the bias's
+    assert fits or "weight has the shape (5, 4), of which 2 tensor ranks" in faults[0]
