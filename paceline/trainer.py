@@ -14,10 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
 from paceline.data.loader import Batch
+from paceline.errors import many
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
+from paceline.run.convergence import Convergence
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
@@ -30,7 +32,8 @@ class Trainer:
     """Training loop, and the components that it uses; `folder` gets the weights of each epoch.
 
     `about` describes the model in the files of its weights.
-    `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
+    `convergence` ends it before the last of its `epochs`. `staged` trains the batches of a model
+    that is a pipeline's stage; None: it is whole.
     """
 
     model: nn.Module
@@ -49,6 +52,7 @@ class Trainer:
     about: Mapping[str, Any]
     epochs: int
     num_labels: int
+    convergence: Convergence
     staged: StagedPass | None = None
 
     def run(self) -> None:
@@ -63,6 +67,9 @@ class Trainer:
             self._save_weights(position.best_epoch == position.epoch - 1)
             self.steps.save()
         for epoch in range(self.steps.position.epoch, self.epochs):
+            if reason := self.convergence.reason(self.steps.position):
+                self.steps.run.note(f"The run ends after {many(epoch, 'epoch')}: {reason}.")
+                break
             self._run_epoch(epoch)
         self.steps.finish(together=True)
 

@@ -44,6 +44,7 @@ from paceline.cluster.supervision.supervisor import finished_sentence, supervise
 from paceline.cluster.supervision.worker import is_orphaned, run_worker
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
+from paceline.observe.last_state import last_state
 from paceline.session.checks import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
@@ -115,7 +116,8 @@ def _supervise(config: TrainConfig, argv: Sequence[str], note: str) -> int:
     begun = folder.begun_as(config.identity())
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=begun)
     if folder.finished_as(config.identity()):
-        print_message(finished_sentence(run_id, folder.edits(config.identity())))
+        reason = last_state(folder.path).reason
+        print_message(finished_sentence(run_id, folder.edits(config.identity()), reason))
         if plan.machine == 0 and plan.machines > 1:
             if not folder.confirmed:  # by another machine, in a folder that all share
                 folder.finish()

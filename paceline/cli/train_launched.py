@@ -33,6 +33,7 @@ from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
+from paceline.observe.last_state import last_state
 from paceline.session.checks import check
 from paceline.state.run_folder import RunFolder, choose_run_id
 
@@ -142,7 +143,8 @@ def _work(config: TrainConfig, joined: Joined) -> None:
     if finished == str(True):
         if group.rank == 0:
             edited = folder.edits(config.identity())
-            print_message(finished_sentence(config.world.run_id, edited))
+            reason = last_state(folder.path).reason
+            print_message(finished_sentence(config.world.run_id, edited, reason))
         return
     with folder:
         _prepare(config, joined, folder, anew=anew)

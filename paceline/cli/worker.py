@@ -165,11 +165,13 @@ def _record_start(config: TrainConfig, session: Session, trainer: Trainer) -> No
 
 def _record_end(session: Session, trainer: Trainer) -> None:
     position = session.position
+    early = position.epoch < trainer.epochs
     files = weights_files(trainer.folder, trainer.weights_name)
     session.run.recorder.event(
         "end",
         generation=trainer.steps.generation,
         best=position.best,
         best_epoch=position.best_epoch,
+        reason=trainer.convergence.reason(position) if early else "",
         weights=[str(path) for path in files if path.is_file()],
     )

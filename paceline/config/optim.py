@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.rules import at_least, positive, within
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,14 @@ class OptimConfig:
 
     num_epochs: int = 1000
     """Number of epochs to train."""
+
+    target_accuracy: float = 0.0
+    """End the run once an evaluation's accuracy on the test data, from 0 to 1, is at least this. 0:
+    train all epochs."""
+
+    patience: int = 0
+    """End the run after so many evaluations in a row without a better accuracy on the test data. 0:
+    train all epochs."""
 
     base_learning_rate: float = 0.1
     """Initial learning rate (after warm-up, if any)."""
@@ -62,6 +71,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "num_epochs")
+        at_least(self, 0, "patience")
+        if not 0 <= self.target_accuracy <= 1:
+            raise ConfigError(
+                flag="target_accuracy",
+                value=self.target_accuracy,
+                rule="must be from 0 to 1",
+                remedy="give 0.9 for 90%",
+            )
         positive("base_learning_rate", self.base_learning_rate)
         within("momentum", self.momentum, 0, 1)
         at_least(self, 0, "weight_decay", "warmup_epochs", "clip_norm", "clip_value", "max_loss")

@@ -45,9 +45,12 @@ _EDITABLE = frozenset(
     {
         *("base_learning_rate", "scale_lr", "lr_policy", "warmup_epochs"),
         *("momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value", "max_loss"),
-        "param_dtype",
+        *("param_dtype", "target_accuracy", "patience"),
     }
 )
+
+_ENDING = ("num_epochs", "target_accuracy", "patience")
+"""Flags that decide where a run ends: with other ones, a finished run continues."""
 
 # Flags of which the first default run ids were digests, whatever their values. Never changes.
 _FIRST_DIGESTED = frozenset(
@@ -173,6 +176,16 @@ def edits(known: Mapping[str, object], wanted: Mapping[str, object]) -> dict[str
     """
     changes = _changes(known, wanted)
     return {name: now for name, _, now in changes if name in _EDITABLE}
+
+
+def continues(known: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
+    """Return whether a finished run continues with other flags, which end it elsewhere.
+
+    Args:
+        known: identity of the run, as it was saved.
+        wanted: identity of the same run, as it is asked for now.
+    """
+    return any(name in _ENDING for name, _, _ in _changes(known, wanted))
 
 
 def _changes(

@@ -27,6 +27,7 @@ class LastState:
         best: the best test accuracy of all epochs, if it ended and had test data.
         best_epoch: the number of the epoch that has it.
         weights: paths of the files of weights, if it ended.
+        reason: why it ended before its last epoch, a clause; "": it didn't.
     """
 
     generation: int | None = None
@@ -36,6 +37,7 @@ class LastState:
     best: float | None = None
     best_epoch: int | None = None
     weights: tuple[str, ...] = ()
+    reason: str = ""
 
 
 def best_sentence(best: float | None, epoch: int | None) -> str:
@@ -97,6 +99,7 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
         best=result.get("best"),
         best_epoch=result.get("best_epoch"),
         weights=tuple(result.get("weights", ())),
+        reason=result.get("reason", ""),
     )
 
 

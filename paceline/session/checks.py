@@ -38,8 +38,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, shares by speed for
             one worker, an emulated dtype, no compiler for --compile, no NIXL for --transport, no
             package for --tracker, a pipeline that the model or another flag doesn't allow, an
-            exchange that GPUs don't have, no GPU to decode on, or a checkpoint of other data or
-            batches.
+            exchange that GPUs don't have, no GPU to decode on, no test data for --patience, or a
+            checkpoint of other data or batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.
@@ -51,6 +51,13 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
             f"GPU {wanted} does not exist: this machine has {gpus}, numbered from 0. Request fewer "
             "with --gpus or --num_gpus, or use CPUs with --use_cpu."
         )
+    for flag in ("target_accuracy", "patience"):
+        value = getattr(config.optim, flag)
+        if value and not config.data.test_data:
+            rule = "the run is never evaluated"
+            raise ConfigError(
+                flag=flag, value=value, rule=rule, remedy=Message("add {--test_data}")
+            )
     if config.model.load_model_path:
         check_weights(Path(config.model.load_model_path))
     on_cpu = world.use_cpu or not gpus

@@ -22,6 +22,7 @@ from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.trained_parameters import WHOLE
 from paceline.run.batches import Batches
+from paceline.run.convergence import Convergence
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
@@ -228,6 +229,7 @@ def build_trainer(
         about=describe(config, sources.train.label_names),
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
+        convergence=Convergence(target_accuracy=optim.target_accuracy, patience=optim.patience),
         staged=staged,
     )
 

@@ -41,7 +41,7 @@ import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.cluster.membership.lineage import Lineage, as_values, of_values
-from paceline.config.train import difference, edits
+from paceline.config.train import continues, difference, edits
 from paceline.errors import ConfigError, Message, PacelineError
 
 CONFIG_NAME = "config.toml"
@@ -137,7 +137,7 @@ class RunFolder:
             self._take_lock(1 + local_rank)
 
     def finished_as(self, config: Mapping[str, object]) -> bool:
-        """Return whether the run came to its end, with as many epochs as this configuration has.
+        """Return whether the run came to its end, as far as this configuration trains.
 
         Machine 0 decides: the mark of another machine that it hasn't confirmed doesn't count.
 
@@ -146,7 +146,7 @@ class RunFolder:
         """
         known = _read(self.path / CONFIG_NAME)
         decided = self._shard_id == 0 or self.confirmed
-        return decided and is_finished(self.path) and not (known and difference(config, known))
+        return decided and is_finished(self.path) and not (known and _other_end(config, known))
 
     def edits(self, config: Mapping[str, object]) -> list[str]:
         """Return the hyperparameters that a start of the run would change, each with both values.
@@ -161,13 +161,13 @@ class RunFolder:
         ]
 
     def begun_as(self, config: Mapping[str, object]) -> bool:
-        """Return whether the run was started before, on this machine, with as many epochs.
+        """Return whether the run was started before, on this machine, to the same end.
 
         Args:
             config: every flag that makes it this run, by name.
         """
         known = _read(self.path / CONFIG_NAME)
-        return bool(known) and not difference(config, known)
+        return bool(known) and not _other_end(config, known)
 
     @property
     def begun(self) -> bool:
@@ -306,6 +306,11 @@ class RunFolder:
             self._take_lock(byte)
             return
         self._lock = lock
+
+
+def _other_end(config: Mapping[str, object], known: Mapping[str, object]) -> bool:
+    """Return whether a run, as it is known, isn't this one, or ended elsewhere."""
+    return bool(difference(config, known)) or continues(known, config)
 
 
 def read_configuration(run: Path) -> dict[str, Any]:

@@ -76,6 +76,14 @@ FLAGS = {
         command="--batch_size -4",
         message="--batch_size -4: must be at least 1.",
     ),
+    "an accuracy in percent": Bad(
+        command="--test_data null --target_accuracy 90",
+        message="--target_accuracy 90.0: must be from 0 to 1; give 0.9 for 90%.",
+    ),
+    "no evaluation to wait for": Bad(
+        command="--patience 3",
+        message="--patience 3: the run is never evaluated; add --test_data.",
+    ),
     "nan": Bad(command="--max_loss nan", message="--max_loss nan: must be at least 0."),
     "infinite": Bad(
         command="--timeout inf",

@@ -103,6 +103,7 @@ def describe_last(run: Path, state: LastState, *, finished: bool, here: int, hos
     steps = many(state.steps, "step")
     if finished:
         done = f"Run {run.name} is finished, after {steps} in generation {state.generation or 0}"
+        done += f": {state.reason}" if state.reason else ""
         best = best_sentence(state.best, state.best_epoch)
         weights = f"weights: {', '.join(state.weights)}" if state.weights else ""
         return f"{'; '.join(filter(None, (done, best, weights)))}."

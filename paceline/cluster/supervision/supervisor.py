@@ -31,14 +31,20 @@ RESUMES = "the same command resumes it"
 """What resumes a run, a clause."""
 
 
-def finished_sentence(run_id: str, edited: Sequence[str] = ()) -> str:
+def finished_sentence(run_id: str, edited: Sequence[str] = (), reason: str = "") -> str:
     """Return the line that there is nothing to do.
 
     Args:
         run_id: of the run.
+        reason: why it ended before its last epoch, a clause that names the flag; "": it didn't.
         edited: hyperparameters that this start would change: "--momentum 0.5 instead of 0.9".
     """
     unused = f" Nothing is trained with {' and '.join(edited)}." if edited else ""
+    if reason:
+        return (
+            f"run {run_id} is finished: {reason}; raise that flag, or leave it out, to continue "
+            f"the run, or give another --run_id to train again.{unused}"
+        )
     return f"run {run_id} is finished; give another --run_id to train again.{unused}"
 
 
