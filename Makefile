@@ -16,7 +16,7 @@ GPU_MORE :=
 GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1
 GPU_OPTIONS ?= --json build/gpu.json
 
-.PHONY: setup demo test lint types nixl trackers bench test-gpu gpu-wheels clean help
+.PHONY: setup demo test lint types nixl trackers bench site test-gpu gpu-wheels clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -59,6 +59,9 @@ bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/step.py --links loopback
 	$(BIN)/python benchmarks/host.py
 	$(BIN)/python benchmarks/checkpoint.py
+
+site: setup ## The documents as a site with search, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test-gpu: ## Correctness and speed on a GPU, in under five minutes
 	@mkdir -p build

@@ -33,16 +33,31 @@ METHODS = ("World", "Meter", "OuterRule")  # classes whose methods a script call
 
 def documents() -> dict[str, str]:
     """Make the text of each page."""
+    return {name: _page(title, values) for name, (title, values) in pages().items()}
+
+
+def pages() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the title and the public names of each page."""
     public = {name: getattr(paceline, name) for name in paceline.__all__}
     functions = {name: value for name, value in public.items() if not isinstance(value, type)}
     errors = {name: value for name, value in public.items() if _is_error(value)}
     world = {"World": paceline.World, "Meter": Meter, "Loader": paceline.Loader}
     rules = {name: public[name] for name in public if name not in {*functions, *errors, *world}}
     return {
-        "api": _page("The library: functions", functions),
-        "api-world": _page("The library: the world, its meters and loaders", world),
-        "api-averages": _page("The library: averages and errors", {**rules, **errors}),
+        "api": ("The library: functions", functions),
+        "api-world": ("The library: the world, its meters and loaders", world),
+        "api-averages": ("The library: averages and errors", {**rules, **errors}),
     }
+
+
+def members(name: str, value: type) -> list[str]:
+    """Return what a class itself defines, and not what it overrides, and a script uses."""
+    return [
+        member
+        for member, what in vars(value).items()
+        if not member.startswith("_")
+        and (isinstance(what, property) or (inspect.isfunction(what) and name in METHODS))
+    ]
 
 
 def _is_error(value: Any) -> bool:
@@ -59,15 +74,14 @@ def _page(title: str, values: Mapping[str, Any]) -> str:
 
 
 def _members(name: str, value: type) -> Iterator[str]:
-    """Document what a class itself defines, and not what it overrides."""
-    defined = {member: what for member, what in vars(value).items() if not member.startswith("_")}
+    defined = {member: vars(value)[member] for member in members(name, value)}
     yield "\n".join(
         _wrapped(f"- **`{member}`**: {inspect.getdoc(what)}", "  ")
         for member, what in defined.items()
         if isinstance(what, property)
     )
     for member, what in defined.items():
-        if inspect.isfunction(what) and name in METHODS:
+        if inspect.isfunction(what):
             yield from _entry(f"### `{name}.{member}`", f"{name.lower()}.{member}", what)
 
 
