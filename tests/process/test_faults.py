@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from paceline.cli.main import main
-from tests.harness.processes.command import Result, all_end, rows_of
+from tests.harness.processes.command import Result, all_end, loss_of, rows_of
 from tests.harness.processes.fault_replays import FaultReplays
 from tests.harness.processes.fault_runs import (
     BATCH,
@@ -79,9 +79,8 @@ def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> No
     assert len(set(re.findall(f"{name} was killed by SIGKILL", ended.text))) >= len(lost)
     left = run.count - len(lost)
     words = "process continues" if left == 1 else "processes continue"
-    # A supervisor that doesn't run for 0.2 s reports the cause after the connections' ends.
-    evidence = r"(was killed by SIGKILL|ended \d+\.\d s ago)"
-    assert re.search(rf" {evidence}\. {left} {words} from step ", ended.text), ended.text
+    continued = rf"{loss_of(name)}\. {left} {words} from step "
+    assert re.search(continued, ended.text), ended.text
     assert "Traceback" not in ended.text
 
 

@@ -114,7 +114,10 @@ class Running:
             text, _ = self._process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            text, _ = self._process.communicate()
+            try:
+                text, _ = self._process.communicate(timeout=10.0)
+            except subprocess.TimeoutExpired as held:  # by a process that outlived its parent
+                text = held.output or b""
             raise AssertionError(f"still running after {limit} s:\n{_text(text)}") from None
         return Result(self._process.returncode, _text(text))
 
@@ -153,6 +156,17 @@ def rows_of(run_folder: Path) -> list[dict[str, str]]:
     """Read the CSV log, the one in the run's folder."""
     (log,) = run_folder.glob("*.log")
     return list(csv.DictReader(log.read_text().splitlines()[1:]))
+
+
+def loss_of(name: str) -> str:
+    """Return a pattern of the reasons by which members suspect a killed one.
+
+    A supervisor that doesn't run for 0.2 s reports the exit after the connections' ends.
+
+    Args:
+        name: pattern of the name that messages give it.
+    """
+    return rf"(?:{name} was killed by SIGKILL|the connections of {name} ended \d+\.\d s ago)"
 
 
 def all_end(processes: Sequence[psutil.Process], limit: float = 5.0) -> bool:
