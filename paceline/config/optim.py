@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """SGD with Nesterov momentum, and its learning-rate schedule."""
+    """The optimizer, its learning-rate schedule, and the loss."""
 
     batch_size: int = 32
     """Batch size per machine, divided among its workers; it need not be divisible by their
@@ -31,11 +31,19 @@ class OptimConfig:
     base_learning_rate: float = 0.1
     """Initial learning rate (after warm-up, if any)."""
 
+    optimizer: str = "sgd"
+    """Name of the optimizer: torch's (sgd, adamw, adam, rmsprop, adafactor, …), or of the package
+    pytorch_optimizer (lamb, lars, lion, …)."""
+
+    optimizer_options: str = ""
+    """Further options of the optimizer, names and values: "betas=(0.9, 0.95) eps=1e-6"."""
+
     weight_decay: float = 1e-4
-    """L2 penalty on the weights of convolutions and linear layers and on BatchNorm's scale."""
+    """L2 penalty on the weights of convolutions and linear layers and on BatchNorm's scale; the
+    decoupled decay of optimizers that have it, such as adamw."""
 
     momentum: float = 0.9
-    """Nesterov momentum; 0 is plain SGD."""
+    """Nesterov momentum of --optimizer sgd; 0 is plain SGD."""
 
     lr_policy: Literal["step", "cosine"] = "step"
     """step: multiply by 0.1 every 30 epochs. cosine: cosine decay to 0 at the last step."""

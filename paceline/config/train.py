@@ -44,6 +44,7 @@ _STARTED = (
 _EDITABLE = frozenset(
     {
         *("base_learning_rate", "scale_lr", "lr_policy", "warmup_epochs"),
+        *("optimizer", "optimizer_options"),
         *("momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value", "max_loss"),
         *("param_dtype", "target_accuracy", "patience"),
     }

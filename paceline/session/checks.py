@@ -25,7 +25,7 @@ from paceline.session.stage_checks import check_stages
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.connections import refuse_shared_gpu
-from paceline.wiring.model import refuse_emulation
+from paceline.wiring.model import check_optimizer, refuse_emulation
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:
@@ -66,6 +66,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         refuse_shared_gpu(sharing_ranks(list(map(str, world.gpu_numbers))), config.sync.sync)
     check_narrow(config.sync, config.model.dtype)
     check_stages(config)
+    notes = check_optimizer(config.optim, config.sync, config.pipeline)
     check_shares(config.sync, world.workers * world.num_shards // config.pipeline.stages)
     refuse_stale(
         config.sync,
@@ -110,7 +111,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
             order_of(config, len(sources.train)),
             sources.train.fingerprint,
         )
-    return list(_notes(config, sources))
+    return [*notes, *_notes(config, sources)]
 
 
 def _notes(config: TrainConfig, sources: Databases) -> Iterator[str]:

@@ -56,8 +56,8 @@ def require_divisible(optimizer: Optimizer, division: Division) -> None:
         kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise ConfigError(
             Message(
-                f"{division.flag} does not support {{}}, because its update is not "
-                f"element-wise: use one of {{}}, or {division.other_flag}.",
+                f"{division.flag} does not support {{}}, which is not known to update each element "
+                f"by itself: use one of {{}}, or {division.other_flag}.",
                 type(optimizer).__name__,
                 kinds,
             )

@@ -1,4 +1,4 @@
-"""Makes the model and the optimizer (SGD) of `paceline train`; how it updates: `update/`."""
+"""Makes the model and the optimizer of `paceline train`; how it updates: `update/`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from paceline.algorithms.served.served_optimizer import SERVED
 from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
+from paceline.config.pipeline import PipelineConfig
 from paceline.config.train import TrainConfig
+from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.models.compiled_blocks import blocks
@@ -27,7 +30,12 @@ from paceline.update.batch_norm import (
     convert_sync_batchnorm,
     synchronised_note,
 )
+from paceline.update.divided_optimizer import require_divisible
+from paceline.update.named_optimizers import make_named_optimizer, probe, usual_rate
+from paceline.update.shard_optimizer import SHARDED
+from paceline.update.updater import is_bucketwise
 
+_FAR = 5  # times an optimizer's own learning rate
 _KINDS = {"cpu": "processor", "cuda": "GPU"}
 
 
@@ -103,19 +111,72 @@ def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, o
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, global_batch: int) -> Optimizer:
-    """Make SGD with Nesterov momentum, with weight decay where it belongs.
+    """Make the optimizer (SGD has Nesterov momentum), with weight decay where it belongs.
 
     Raises:
-        ConfigError: the model has no parameter that can be trained.
+        ConfigError: the model has no parameter that can be trained; or there is no such optimizer,
+            or it doesn't take these options or parameters.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "The model has no parameter with requires_grad=True, so there is nothing to train: "
             "unfreeze some parameters."
         )
-    return SGD(
-        decay_groups(model, optim.weight_decay, norm_scale=not optim.no_bn_decay),
-        lr=base_rate(optim.base_learning_rate, global_batch, scale=optim.scale_lr),
-        momentum=optim.momentum,
-        nesterov=optim.momentum > 0,
+    groups = decay_groups(model, optim.weight_decay, norm_scale=not optim.no_bn_decay)
+    rate = base_rate(optim.base_learning_rate, global_batch, scale=optim.scale_lr)
+    return make_named_optimizer(
+        optim.optimizer, groups, optim.optimizer_options, lr=rate, **_momentum(optim)
     )
+
+
+def check_optimizer(optim: OptimConfig, sync: SyncConfig, pipeline: PipelineConfig) -> list[str]:
+    """Check that there is such an optimizer, with these options, and that an exchange divides it.
+
+    Returns:
+        sentences for the user.
+
+    Raises:
+        ConfigError: there is none, it can't make a step, or its update needs whole layers, or the
+            whole model, where the state is divided.
+    """
+    name = optim.optimizer
+    given = optim.base_learning_rate
+    optimizer = probe(name, optim.optimizer_options, lr=given, **_momentum(optim))
+    if sync.update == "sharded" or sync.narrow:
+        require_divisible(optimizer, SHARDED)
+    if sync.sync == "server":
+        require_divisible(optimizer, SERVED)
+    if pipeline.active and not is_bucketwise(optimizer):
+        raise ConfigError(
+            flag="optimizer",
+            value=name,
+            rule="with --stages, a rank has a part of the model, and this optimizer isn't known to "
+            "update each parameter by itself",
+            remedy="use sgd, adamw or another one of torch's",
+        )
+    usual = usual_rate(name)
+    chosen = given != OptimConfig.base_learning_rate or name == OptimConfig.optimizer
+    if chosen or usual is None or given <= _FAR * usual:
+        return []
+    return [
+        f"--base_learning_rate {given:g} is {given / usual:,.0f} times the default of {name}, "
+        f"{usual:g}: give the rate that you want."
+    ]
+
+
+def _momentum(optim: OptimConfig) -> dict[str, object]:
+    """Return the options that SGD has by flags of its own.
+
+    Raises:
+        ConfigError: momentum was given for another optimizer.
+    """
+    if optim.optimizer == OptimConfig.optimizer:
+        return {"momentum": optim.momentum, "nesterov": optim.momentum > 0}
+    if optim.momentum != OptimConfig.momentum:
+        raise ConfigError(
+            flag="momentum",
+            value=optim.momentum,
+            rule=f"is of --optimizer sgd, and this run has {optim.optimizer}",
+            remedy="give its own options with --optimizer_options",
+        )
+    return {}
