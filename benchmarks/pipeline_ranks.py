@@ -47,7 +47,7 @@ import paceline
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.models.zoo import build_model
 from paceline.parallel.interpreter import Interpreter, Microbatches
-from paceline.parallel.meta_twin import Boundary, TensorSpec
+from paceline.parallel.meta_twin import TensorSpec
 from paceline.parallel.schedules import SCHEDULES, make_schedule
 
 MASTER_PORT = 29500
@@ -319,11 +319,17 @@ class _NoLink:
 
     waited = 0
 
-    def receive(self, to: int, specs: Sequence[TensorSpec], microbatch: int) -> list[Tensor]:
-        """Return as much as would arrive."""
-        return [torch.full(spec.shape, 1e-3, dtype=spec.dtype) for spec in specs]
+    def __init__(self, stage: Stage) -> None:
+        bounds = [None, *stage.boundaries, None][stage.setting.rank :]
+        self._specs = {1: bounds[0], -1: bounds[1]}
 
-    def send(self, to: int, tensors: Sequence[Tensor], microbatch: int) -> None:
+    def receive(self, to: int, microbatch: int) -> Any:
+        """Return as much as would arrive."""
+        spec = self._specs[to]
+        value = torch.full(spec.shape, 1e-3, dtype=spec.dtype)
+        return value if to > 0 else (value,)
+
+    def send(self, to: int, value: Any, microbatch: int) -> None:
         """Drop it."""
 
 
@@ -337,18 +343,15 @@ def _parts(stage: Stage, schedule: str) -> dict[str, float]:
     setting = stage.setting
     count = setting.microbatches
     tasks = make_schedule(schedule, setting.ranks, count)[setting.rank]
-    each = [[Boundary((spec,), single=True)] * count for spec in stage.boundaries]
     weighted = [
         lambda output, labels=labels: stage.loss(output, labels) / count
         for labels in stage.y.tensor_split(count)
     ]
     batch = Microbatches(
         inputs=stage.x.tensor_split(count) if stage.first else (),
-        before=() if stage.first else each[setting.rank - 1],
-        behind=() if stage.last else each[setting.rank],
         losses=weighted if stage.last else (),
     )
-    alone: Any = _NoLink()
+    alone: Any = _NoLink(stage)
     interpreter = Interpreter(
         stage.part,
         stage.part.parameters,

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from paceline.parallel.blocks import Value
 from paceline.parallel.divided_backward import DividedBackward
 from paceline.parallel.link import StageLink
-from paceline.parallel.meta_twin import Boundary, TensorSpec, require_fit
 from paceline.parallel.schedules import Task
 
 
@@ -26,15 +27,11 @@ class Microbatches(NamedTuple):
 
     Attributes:
         inputs: on the first stage, by microbatch.
-        before: what the stage before returns, by microbatch; on the first stage empty.
-        behind: what this one returns.
         losses: on the last stage, what makes a loss of an output, by microbatch; weighted so that
             the sum is the mean over the batch.
     """
 
     inputs: Sequence[Tensor]
-    before: Sequence[Boundary]
-    behind: Sequence[Boundary]
     losses: Sequence[Callable[[Any], Tensor]]
 
 
@@ -111,49 +108,50 @@ class Interpreter:
             self.times.append(TaskTime(task, begin, clock(), self._waited))
 
     def _forward(self, m: int) -> None:
-        value: Any
+        leaves: list[Tensor] = []
         if self._first:
-            value = self._batch.inputs[m]
-            leaves = []
+            # With a count of writes of its own: a block may write to one of the batch's views.
+            value: Value = self._batch.inputs[m].data
         else:
-            leaves = self._received(1, self._batch.before[m].specs, m)
+            value = self._received(1, m)
             if torch.is_grad_enabled():
-                leaves = [x.requires_grad_(x.is_floating_point()) for x in leaves]
-            value = leaves[0] if self._batch.before[m].single else tuple(leaves)
+                leaves = [x.requires_grad_(_differentiable(x)) for x in _tensors(value)]
+                value = tree_map(_same, value)
         output = self._part(value)
         if self._last and self._batch.losses:
             output = self._batch.losses[m](output)
-        ends = [output] if isinstance(output, Tensor) else [*output]
+        ends = _tensors(output)
         if torch.is_grad_enabled():
             self._inputs[m] = leaves
             self._ends[m] = ends
         if not self._last:
-            self._put(1, ends, self._batch.behind[m].specs, m)
+            self._put(1, output, m)
         else:
             self.outputs[m] = output.detach() if torch.is_grad_enabled() else output
 
     def _backward(self, m: int) -> None:
         self._receive_gradients(m)
-        ends, gradients = self._differentiable(m)
+        ends, gradients = self._with_graphs(m)
         if ends:
             torch.autograd.backward(ends, gradients)
-        self._send_gradients(m, [x.grad for x in self._inputs.pop(m)])
+        leaves = self._inputs.pop(m)
+        self._send_gradients(leaves, [x.grad for x in leaves], m)
 
     def _backward_input(self, m: int) -> None:
         self._receive_gradients(m)
         leaves = self._inputs.pop(m)
         wanted = [x for x in leaves if x.requires_grad]
         divided = DividedBackward(
-            *self._differentiable(m), wanted, self._parameters(), whole=self._recomputes
+            *self._with_graphs(m), wanted, self._parameters(), whole=self._recomputes
         )
         self._divided[m] = divided
         found = iter(divided.inputs())
-        self._send_gradients(m, [next(found) if x.requires_grad else None for x in leaves])
+        self._send_gradients(leaves, [next(found) if x.requires_grad else None for x in leaves], m)
 
     def _backward_weight(self, m: int) -> None:
         self._divided.pop(m).weights()
 
-    def _differentiable(self, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _with_graphs(self, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's ends that have a graph, and their gradients, and drop them."""
         pairs = zip(self._ends.pop(m), self._gradients.pop(m), strict=True)
         found = [(end, gradient) for end, gradient in pairs if end.requires_grad]
@@ -163,36 +161,59 @@ class Interpreter:
         if self._last:
             self._gradients[m] = [None]
             return
-        boundary = self._batch.behind[m]
-        specs = [spec for spec in boundary.specs if spec.dtype.is_floating_point]
-        arrived = iter(self._received(-1, specs, m))
+        arrived = iter(_tensors(self._received(-1, m)))
         self._gradients[m] = [
-            next(arrived) if spec.dtype.is_floating_point else None for spec in boundary.specs
+            next(arrived) if _differentiable(end) else None for end in self._ends[m]
         ]
 
-    def _send_gradients(self, m: int, gradients: Sequence[Tensor | None]) -> None:
+    def _send_gradients(
+        self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], m: int
+    ) -> None:
+        """Send the leaves' gradients; zeros for one on which no loss depends."""
         if self._first:
             return
-        pairs = [
-            (spec, gradient)
-            for spec, gradient in zip(self._batch.before[m].specs, gradients, strict=True)
-            if spec.dtype.is_floating_point
-        ]
-        specs = [spec for spec, _ in pairs]
-        tensors = [
-            torch.zeros(spec.shape, dtype=spec.dtype) if gradient is None else gradient
-            for spec, gradient in pairs
-        ]
-        self._put(-1, tensors, specs, m)
+        pairs = zip(leaves, gradients, strict=True)
+        self._put(
+            -1,
+            tuple(
+                torch.zeros_like(x) if gradient is None else gradient
+                for x, gradient in pairs
+                if x.requires_grad
+            ),
+            m,
+        )
 
-    def _received(self, to: int, specs: Sequence[TensorSpec], m: int) -> list[Tensor]:
+    def _received(self, to: int, m: int) -> Value:
         assert self._link is not None
-        tensors = self._link.receive(to, specs, m)
+        value = self._link.receive(to, m)
         self._waited += self._link.waited
-        return tensors
+        return value
 
-    def _put(self, to: int, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], m: int) -> None:
+    def _put(self, to: int, value: Value, m: int) -> None:
         assert self._link is not None
-        for tensor, spec in zip(tensors, specs, strict=True):
-            require_fit(tensor, spec)
-        self._link.send(to, tensors, m)
+        self._link.send(to, value, m)
+
+
+class _Same(torch.autograd.Function):
+    """What a leaf is, in the same memory: an operation in place may change it, not a leaf."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _same(x: Tensor) -> Tensor:
+    same: Tensor = _Same.apply(x)  # type: ignore[no-untyped-call]
+    return same
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [*value]

@@ -7,8 +7,9 @@
     put(room 0, activation 3)  ───────────▶  take 2
 
 and so gradients the other way. Each direction has two rooms in the receiver's window, of which a
-sender writes one while the receiver reads the other. A room begins with the dtypes of what is in
-it: `torch.autocast` may have changed the agreed ones. What travels is counted, over all batches.
+sender writes one while the receiver reads the other. A room begins with a head, which has the form
+of what is in it: the number of tensors, -1 for one that is in no tuple, and of each its dtype, its
+number of dimensions, and these. What travels is counted, over all batches.
 The loss and the sums of tied weights have rooms without an acknowledgement: a stage takes them
 before it begins the next batch, without which no other stage can end that batch.
 """
@@ -17,23 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm.window import Window, timed_out
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommTimeout, ConfigError, PeerLost
 from paceline.generation.context import GenerationContext, WindowSpec
+from paceline.parallel.blocks import Value
 from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
 from paceline.timeline.timeline import WAIT_FOR_STAGES
 
 _ROOMS = 2
 _ALIGNED = 64  # bytes
-_HEAD = MOST_TENSORS  # bytes of a room, one for each tensor's dtype
+_HEAD = 8 * (1 + 16 * MOST_TENSORS)  # bytes of a room; dimensions take less of it
 _DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.complex128, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 )
 # Notifications, and for the two directions those of what was taken.
 _ARRIVED = {1: 0, -1: 1}
@@ -65,7 +69,7 @@ class StageLink:
         self._context = context
         self._ranks = group.ranks
         self._stage = group.rank
-        self._room = _HEAD + _aligned(room_bytes)
+        self._room = _aligned(_HEAD + room_bytes)
         self._loss_at = 2 * _ROOMS * self._room
         ends = accumulate((group.size * _aligned(size) for size in tied_bytes), initial=_ALIGNED)
         self._tied_at = [self._loss_at + end for end in ends]
@@ -75,24 +79,48 @@ class StageLink:
         self._sent = {1: 0, -1: 0}
         self._taken = {1: 0, -1: 0}
 
-    def send(self, to: int, tensors: Sequence[Tensor], microbatch: int) -> None:
-        """Put tensors to the next stage (`to` is 1) or to the one before (-1).
+    def send(self, to: int, value: Value, microbatch: int) -> None:
+        """Put a value to the next stage (`to` is 1) or to the one before (-1).
 
         It waits until that stage has taken the last but one.
+
+        Raises:
+            ConfigError: it is larger than the meta device has shown, or no plain tensor.
         """
+        head, dense = self._packed(value)
         self._sent[to] += 1
         number = self._sent[to]
         operation = f"sending {_NAMES[to]} of microbatch {microbatch}"
         self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
         with self._named(operation):
-            dense = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            head = torch.zeros(_HEAD, dtype=torch.uint8)
-            head[: len(dense)] = torch.tensor([_DTYPES.index(tensor.dtype) for tensor in dense])
             room = self._room_at(to, number)
             self._window.put(self._stage + to, room, [head, *dense], _ARRIVED[to], number)
 
-    def receive(self, to: int, specs: Sequence[TensorSpec], microbatch: int) -> list[Tensor]:
-        """Return the next tensors that travel in a direction, once they are here."""
+    def _packed(self, value: Value) -> tuple[Tensor, list[Tensor]]:
+        """Return the head of a value, and its tensors as they travel."""
+        tensors = [value] if isinstance(value, Tensor) else [*value]
+        form = [-1 if isinstance(value, Tensor) else len(tensors)]
+        for tensor in tensors:
+            if tensor.dtype not in _DTYPES or is_traceable_wrapper_subclass(tensor):
+                raise ConfigError(
+                    f"a stage returns a {type(tensor).__name__} of {tensor.dtype}, which doesn't "
+                    "travel between stages: return plain tensors, of a DTensor `to_local()`, and "
+                    f"of {', '.join(map(str, _DTYPES))}."
+                )
+            form += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+        head = torch.tensor(form)
+        dense = [t.detach().resolve_conj().resolve_neg().cpu().contiguous() for t in tensors]
+        if head.nbytes + sum(tensor.nbytes for tensor in dense) > self._room:
+            shapes = ", ".join(f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors)
+            raise ConfigError(
+                f"a stage returns {shapes}, for which its receiver has no memory: on the meta "
+                f"device the stages returned {self.room_bytes:,} bytes at most. Use operations "
+                "whose results' shapes follow from shapes alone."
+            )
+        return head, dense
+
+    def receive(self, to: int, microbatch: int) -> Value:
+        """Return the next value that travels in a direction, once it is here."""
         self._taken[to] += 1
         number = self._taken[to]
         begin = self._context.timeline.clock()
@@ -100,12 +128,18 @@ class StageLink:
         self._wait(self._stage - to, _ARRIVED[to], number, operation)
         self.waited = self._context.timeline.clock() - begin
         room = self._room_at(to, number)
-        dtypes = [_DTYPES[code] for code in self._window.memory[room : room + len(specs)].tolist()]
-        present = [spec._replace(dtype=dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
-        tensors = self._copies(room + _HEAD, present)
+        form = iter(self._window.memory[room : room + _HEAD].view(torch.int64).tolist())
+        count = next(form)
+        specs = []
+        for _ in range(abs(count)):
+            dtype = _DTYPES[next(form)]
+            specs.append(TensorSpec(tuple(islice(form, next(form))), dtype))
+        size = 8 * (1 + sum(2 + len(spec.shape) for spec in specs))
+        copies = self._copies(room + size, specs)
         with self._named(operation):
             self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
-        return [tensor.to(self._context.device) for tensor in tensors]
+        tensors = [copy.to(self._context.device) for copy in copies]
+        return tensors[0] if count < 0 else tuple(tensors)
 
     def share_loss(self, loss: Tensor | None, batch: int) -> Tensor:
         """Return the last stage's loss on all stages, as float64; `batch` counts from 1."""

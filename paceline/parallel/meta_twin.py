@@ -38,20 +38,6 @@ class TensorSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def require_fit(tensor: Tensor, spec: TensorSpec) -> None:
-    """Require what the meta device has shown of a tensor; `torch.autocast` may make it smaller.
-
-    Raises:
-        ConfigError: its shape is another one, or its dtype is larger.
-    """
-    if tuple(tensor.shape) != spec.shape or tensor.dtype.itemsize > spec.dtype.itemsize:
-        raise ConfigError(
-            f"a stage returns {tensor.dtype} of shape {tuple(tensor.shape)}, but on the meta "
-            f"device it returned {spec.dtype} of shape {spec.shape}, which its receivers expect: "
-            "use operations whose results' shapes follow from shapes alone."
-        )
-
-
 @dataclass(frozen=True)
 class Boundary:
     """What a stage returns: some tensors, or one that isn't in a tuple.

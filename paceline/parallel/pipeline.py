@@ -185,8 +185,6 @@ class Pipeline:
         self._connect(boundaries)
         batch = Microbatches(
             inputs=_cut(x, self.options.microbatches) if stage == 0 else (),
-            before=[each[stage - 1] for each in boundaries] if stage else (),
-            behind=[each[stage] for each in boundaries],
             losses=losses if stage == len(self.schedule) - 1 else (),
         )
         return Interpreter(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import gather_bytes
@@ -94,7 +95,7 @@ class Stage(nn.Module):
         if not self._pipeline.options.checkpoint_activations:
             return self._run(x)
         contexts = partial(_checkpoint_contexts, self)
-        return checkpoint(self._run, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._run_copy, x, use_reentrant=False, context_fn=contexts)
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model, on the CPU; collective along the stages.
@@ -118,6 +119,10 @@ class Stage(nn.Module):
         torch.save(state, own)
         gathered = gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()")
         return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
+
+    def _run_copy(self, value: Any) -> Any:
+        """Run the blocks on a copy: the first one may write to it, and all run again."""
+        return self._run(tree_map(Tensor.clone, value))
 
     def _run(self, value: Any) -> Any:
         return run_blocks({name: self._modules[name] for name in self._runs}, self._glue, value)

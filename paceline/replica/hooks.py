@@ -360,8 +360,9 @@ class ReplicaHooks:
 
     def _end_kept(self) -> None:
         """Take note that what is kept from now on is of the step that ends."""
-        first = next(iter(self.gradients.parameters)).grad
-        self._last = None if first is None else (ref(first), first._version)
+        first = next(iter(self.gradients.parameters), None)  # a pipeline's frozen stage has none
+        gradient = None if first is None else first.grad
+        self._last = None if gradient is None else (ref(gradient), gradient._version)
         weight = None if self.gradients.reduced else self._weight
         if self.kept.refused or self.kept.before is not None:
             self.kept.end_step(weight)

@@ -158,6 +158,24 @@ def test_tied_weights_that_are_whole_are_summed_over_their_stages(checkpoints: b
     require_equal((2, 1, 2), tied=True, schedule="zb-h1", checkpoint_activations=checkpoints)
 
 
+def test_a_cut_between_divided_layers_sends_what_each_tensor_rank_has() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)]
+    model = nn.Sequential(*layers).double()
+    plan = {"0": "colwise", "2": "rowwise"}
+    data = batches(12, 9)
+
+    def run(rank: PipelineRank) -> Any:
+        stage = rank.cut(model, F.cross_entropy, microbatches=4, cuts=["2"])
+        divide(stage, rank.run, plan)
+        return train(rank, stage, sgd, data, ALLREDUCE)
+
+    losses, state = train_alone(model, F.cross_entropy, sgd, data, 4)
+    for own, found in on_ranks(run, 2, 1, 2):
+        assert own == pytest.approx(losses, abs=1e-10)
+        assert largest_difference(found, state) < 1e-10
+
+
 def test_gradients_are_clipped_by_the_norm_over_stages_and_tensor_ranks() -> None:
     ((x, y),) = batches(8)
     model = Model(tied=True)
