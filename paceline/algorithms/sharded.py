@@ -69,9 +69,8 @@ class ShardedUpdate:
         self._shards = shards
         self.update = shards.install
         self.close = shards.close
-        for bucket in buckets:
-            if (shard := exchange.shard(bucket.index)) is not None:
-                shards.add_shard(bucket.index, *shard)
+        own = {bucket.index: exchange.shard(bucket.index) for bucket in buckets}
+        shards.add_shards({index: shard for index, shard in own.items() if shard is not None})
         shards.divide_state()
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:

@@ -96,7 +96,7 @@ class OwnedShards:
         names: Sequence[str],
         lengths: Sequence[int],
         shard: slice,
-        memory: Tensor,
+        values: Tensor,
     ) -> None:
         """Add a bucket's shard.
 
@@ -105,13 +105,14 @@ class OwnedShards:
             names: of its parameters.
             lengths: their numbers of values.
             shard: the range of the bucket's values.
-            memory: (values,), a tensor of the shard's dtype and device.
+            values: (values,), memory for its parameters; several shards may share it where only one
+                is between `take_values`, or a write to the fragments, and `read`.
         """
         self.fragments[index] = [
             Fragment(
                 name=names[one.index],
                 range=one,
-                values=nn.Parameter(memory.new_empty(one.stop - one.start)),
+                values=nn.Parameter(values[one.inside]),
             )
             for one in parameter_ranges(lengths, shard)
         ]
@@ -166,16 +167,6 @@ class OwnedShards:
             ]
         self._sub_optimizers[index].step(given)
         self.read(index, memory)
-
-    def allocate(self, index: int) -> None:
-        """Allocate the memory of a bucket's parameters again, after `release`."""
-        for fragment in self.fragments[index]:
-            fragment.values.untyped_storage().resize_(fragment.values.nbytes)
-
-    def release(self, index: int) -> None:
-        """Release the memory of a bucket's parameters, which have been read, until `allocate`."""
-        for fragment in self.fragments[index]:
-            fragment.values.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def read(self, index: int, memory: Tensor) -> None:

@@ -59,18 +59,24 @@ class ShardOptimizer(DividedOptimizer):
         narrow = [b.index for b in buckets if b.parameters and is_narrow(b.parameters[0])]
         self.wide = frozenset(narrow if masters else ())  # buckets with masters
 
-    def add_shard(self, index: int, shard: slice, memory: Tensor) -> None:
-        """Take a bucket's shard: the range of its values, and the memory of its sums, (values,)."""
-        bucket = self._buckets[index]
-        lengths = [p.numel() for p in bucket.parameters]
-        self._memory[index] = memory
-        values = memory.new_empty(0, dtype=torch.float32) if index in self.wide else memory
-        self._shards.add(index, bucket.names, lengths, shard, values)
-        self._shards.optimize(index, self._optimizer, bucket.param_group)
-        if index in self.wide:
-            self._take_present(index)
-        else:
-            self._shards.release(index)
+    def add_shards(self, shards: Mapping[int, tuple[slice, Tensor]]) -> None:
+        """Take buckets' shards, by bucket: the range of its values, and the memory of its sums."""
+        # The model has the parameters: those of all shards share the memory for an
+        # update, which one thread makes bucket by bucket. Masters are nowhere else.
+        longest: dict[torch.dtype, int] = {}
+        for _, memory in shards.values():
+            longest[memory.dtype] = max(longest.get(memory.dtype, 0), len(memory))
+        shared = {dtype: torch.empty(numel, dtype=dtype) for dtype, numel in longest.items()}
+        for index, (shard, memory) in shards.items():
+            bucket = self._buckets[index]
+            lengths = [p.numel() for p in bucket.parameters]
+            self._memory[index] = memory
+            wide = index in self.wide
+            values = torch.empty(len(memory)) if wide else shared[memory.dtype]
+            self._shards.add(index, bucket.names, lengths, shard, values)
+            self._shards.optimize(index, self._optimizer, bucket.param_group)
+            if wide:
+                self._take_present(index)
 
     @torch.no_grad()
     def _take_present(self, index: int, *, written: bool = False) -> None:
@@ -133,16 +139,11 @@ class ShardOptimizer(DividedOptimizer):
             given: gradients to use in place of the sums, one a fragment.
         """
         wide = index in self.wide
-        if not wide:
-            # The model has the parameters: a copy is there during the update only.
-            self._shards.allocate(index)
         # Anew in each step: a script may have written the parameter since the last one.
         self._take_present(index, written=wide)
         self._shards.update(index, sums, used, given)
         if wide:
             self._memory[index].copy_(sums)
-        else:
-            self._shards.release(index)
 
     def local(self) -> Ranges:
         """Return this rank's shards of the state, and masters: (start, stop, state) by name."""

@@ -1,4 +1,4 @@
-"""A shard's parameters take memory during its update only: the model has them."""
+"""Shards' parameters share the memory for an update: the model has them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,38 @@ from paceline.reduce.buckets import partition
 from paceline.update.shard_optimizer import ShardOptimizer
 
 
-def test_a_shard_is_updated_as_by_torch_and_holds_nothing_but_its_state() -> None:
-    parameter = nn.Parameter(torch.arange(100.0))
-    plain = nn.Parameter(torch.arange(100.0))
-    one, other = (torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in (parameter, plain))
-    shards = ShardOptimizer(one, partition({parameter: "p"}, {parameter: 0}, 4000))
-    memory = torch.zeros(60)
-    shards.add_shard(0, slice(20, 80), memory)
+def test_shards_are_updated_as_by_torch_and_their_parameters_share_memory() -> None:
+    names = {nn.Parameter(torch.arange(100.0)): "p", nn.Parameter(torch.arange(100.0) - 7): "q"}
+    plain = [nn.Parameter(p.detach().clone()) for p in names]
+    one, other = (torch.optim.SGD([*ps], lr=0.1, momentum=0.9) for ps in (names, plain))
+    buckets = partition(names, dict.fromkeys(names, 0), 400)
+    assert len(buckets) == 2
+    shards = ShardOptimizer(one, buckets)
+    ranges = {0: slice(20, 80), 1: slice(50, 100)}
+    memory = {index: torch.zeros(own.stop - own.start) for index, own in ranges.items()}
+    shards.add_shards({index: (own, memory[index]) for index, own in ranges.items()})
     shards.divide_state()
+    of_name = dict(zip(names.values(), zip(names, plain, strict=True), strict=True))
     for number in range(3):
-        gradient = torch.full((100,), number + 1.0)
-        plain.grad = gradient
+        for index, p in enumerate(plain):
+            p.grad = torch.full((100,), number + 1.0 + index)
         other.step()
-        memory.copy_(gradient[20:80])
         shards.freeze()
-        shards.update(0, memory, [1], None)
-        assert torch.equal(memory, plain.detach()[20:80])
-        with torch.no_grad():
-            parameter[20:80] = memory
-    (fragment,) = shards._shards.fragments[0]
-    assert fragment.values.shape == (60,)
-    assert fragment.values.untyped_storage().nbytes() == 0
-    (_, _, state) = shards.local()["p"]
-    assert torch.equal(state["momentum_buffer"], other.state[plain]["momentum_buffer"][20:80])
+        for index, own in ranges.items():
+            (name,) = buckets[index].names
+            (p, reference) = of_name[name]
+            assert reference.grad is not None
+            memory[index].copy_(reference.grad[own])
+            shards.update(index, memory[index], [1], None)
+            assert torch.equal(memory[index], reference.detach()[own])
+            with torch.no_grad():
+                p[own] = memory[index]
+    storages = [own[0].values.untyped_storage() for own in shards._shards.fragments.values()]
+    assert storages[0].data_ptr() == storages[1].data_ptr()
+    assert storages[0].nbytes() == 60 * 4
+    for index, own in ranges.items():
+        (name,) = buckets[index].names
+        (_, _, state) = shards.local()[name]
+        momentum = other.state[of_name[name][1]]["momentum_buffer"]
+        assert torch.equal(state["momentum_buffer"], momentum[own])
     shards.close()

@@ -108,8 +108,10 @@ class ParameterServer:
             if index not in self._shards.fragments:
                 lengths = bucket.spec.lengths
                 names = [parameter_key(index, number) for number in range(len(lengths))]
-                memory = self._server.sums(index, 0)
-                self._shards.add(index, names, lengths, self._server.shard(index), memory)
+                sums = self._server.sums(index, 0)
+                self._shards.add(
+                    index, names, lengths, self._server.shard(index), sums.new_empty(len(sums))
+                )
 
     @property
     def versions(self) -> list[int]:
