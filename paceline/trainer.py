@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.communicator import total
 from paceline.data.loader import Batch
 from paceline.errors import many
-from paceline.models.output_check import check_output, explained_errors, explained_memory
+from paceline.models.output_check import explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.convergence import Convergence
 from paceline.run.precision import Precision
+from paceline.run.predictor import EvaluationSums, Predictor, evaluated
 from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
 from paceline.run.steps import Steps
@@ -54,6 +56,11 @@ class Trainer:
     num_labels: int
     convergence: Convergence
     staged: StagedPass | None = None
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model's forward pass."""
+        return Predictor(model=self.model, precision=self.precision, num_labels=self.num_labels)
 
     def run(self) -> None:
         """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
@@ -93,6 +100,7 @@ class Trainer:
             samples=trained.samples,
             loss=trained.loss,
             accuracy=trained.accuracy,
+            test_loss=tested.loss if tested else None,
             test_accuracy=tested.accuracy if tested else None,
             top5=tested.top5 if tested else None,
         )
@@ -135,27 +143,20 @@ class Trainer:
         if self.staged is not None:
             self.staged.train(batch, sums)
             return self.precision.update(self.replica, self.optimizer)
-        logits, loss = self._predict(batch)
+        logits = self.predictor.logits(batch.images)
+        loss = self.predictor.loss(self.criterion, logits, batch.labels)
         updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
         add_scores(sums, loss.detach(), logits.detach(), batch.labels, batch.place.count)
         return updated
 
-    def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        images = batch.images
-        with self.precision.forward(), explained_errors(images):
-            logits = check_output(self.model(images), self.num_labels, len(images))
-            return logits, self.criterion(logits, batch.labels)
-
-    @torch.no_grad()
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
         run = self.steps.run
         self.model.eval()
-        sums = torch.zeros(BATCH_SUMS, dtype=torch.float64, device=self.device)
+        _, workers = run.rank_and_size()
+        sums = EvaluationSums(self.predictor, self.criterion, workers, self.device)
         for step in range(self.test.steps):
-            batch = self.test.batch(epoch, step)
-            logits, loss = self._predict(batch)
-            add_scores(sums, loss, logits, batch.labels, batch.place.count)
+            sums.add(self.test.batch(epoch, step))
             run.recorder.event("evaluate", step=step, steps=self.test.steps)
         what = "the sums of an evaluation"
-        return scores(total(run.context.group("data", "steps"), sums, what).tolist())
+        return evaluated(total(run.context.group("data", "steps"), sums.rows, what))

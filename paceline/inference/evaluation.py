@@ -1,18 +1,23 @@
 """Evaluation of a trained model on a database: loss, accuracies, and what is taken for what.
 
-The batches are cut as those of the run's own evaluations were: a slice for each of its workers. So
-images are in the same company, and the results are the run's own.
+The batches are cut as those of the run's own evaluations were: a slice for each of its workers,
+each computed by as many threads as a worker had. So the results are the run's own, bit for bit: a
+kernel's sums depend on the images that it gets at once, and on its threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch_slice import BatchSlice
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.loader import Batch, DatabaseLoader
@@ -22,10 +27,13 @@ from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.inference.decode_count import decode_processes
 from paceline.inference.trained_model import TrainedModel
-from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
+from paceline.observe.score_counter import Scores
+from paceline.run.predictor import EvaluationSums, evaluated
 from paceline.wiring.samples import normalisation, sample_maker
 
-_AHEAD = 2  # batches that are begun
+_AHEAD = 2  # slices that are begun
+
+_Compute = Callable[[Callable[[Batch], Tensor], Sequence[Batch]], Iterable[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,7 @@ def evaluate(
     data = config.data
     classes = data.num_labels
     criterion = nn.CrossEntropyLoss(label_smoothing=config.optim.label_smoothing)
-    sums = torch.zeros(BATCH_SUMS, dtype=torch.float64, device=trained.device)
+    sums = EvaluationSums(trained.predictor, criterion, workers, trained.device)
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     processes = decode_processes(order.samples, decode_workers)
     pool = DecodePool(processes, cuda=trained.device.type == "cuda", thread=True)
@@ -80,32 +88,48 @@ def evaluate(
     loader = DatabaseLoader(order, maker, skip_bad=data.bad_records == "skip")
     try:
         done = 0
-        for batch in _batches(loader, workers):
-            logits = trained.logits(batch.images)
-            count = batch.place.count - batch.place.skipped
-            add_scores(sums, criterion(logits, batch.labels), logits, batch.labels, count)
-            if count:
-                _count(confusion, batch.labels, logits)
-            done += batch.place.count
-            meter(done, order.samples)
+        with _slices_at_once(trained, workers) as compute:
+            for batches in _global_batches(loader, workers):
+                for batch, logits in zip(batches, compute(sums.add, batches), strict=True):
+                    if batch.place.count:
+                        _count(confusion, batch.labels, logits)
+                    done += batch.place.count + batch.place.skipped
+                meter(done, order.samples)
     finally:
         loader.close()
         pool.close()
-    return Evaluation(scores=scores(sums.tolist()), confusion=confusion)
+    return Evaluation(scores=evaluated(sums.rows), confusion=confusion)
 
 
-def _batches(loader: DatabaseLoader, workers: int) -> Iterator[Batch]:
-    places = [*_places(loader.order, workers)]
-    for number, place in enumerate(places):
-        yield loader.batch(place, places[number + 1 : number + 1 + _AHEAD])
+@contextmanager
+def _slices_at_once(trained: TrainedModel, workers: int) -> Iterator[_Compute]:
+    """Yield what computes a batch's slices, beside each other as far as there are cores."""
+    before = torch.get_num_threads()
+    threads = min(trained.threads or before, before)
+    if trained.device.type != "cpu" or threads == before:
+        yield map
+        return
+    # OpenMP has a number of threads for each thread that calls it.
+    initializer = partial(torch.set_num_threads, threads)
+    with ThreadPoolExecutor(min(workers, before // threads), "evaluate", initializer) as pool:
+        yield pool.map
+    torch.set_num_threads(before)
 
 
-def _places(order: Order, workers: int) -> Iterator[BatchSlice]:
-    for step in range(order.steps):
-        for rank in range(workers):
-            place = order.place(0, step, rank, workers)
-            if place.count:
-                yield place
+def _global_batches(loader: DatabaseLoader, workers: int) -> Iterator[list[Batch]]:
+    """Yield the slices of one global batch after the other, those that have images."""
+    order = loader.order
+    places = [
+        [place for rank in range(workers) if (place := order.place(0, step, rank, workers)).count]
+        for step in range(order.steps)
+    ]
+    ahead = deque(chain.from_iterable(places))
+    for step in places:
+        batches = []
+        for place in step:
+            ahead.popleft()
+            batches.append(loader.batch(place, [*islice(ahead, _AHEAD)]))
+        yield batches
 
 
 def _count(confusion: Tensor, labels: Tensor, logits: Tensor) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.data.batch_maker import BatchMaker, Making
@@ -103,7 +104,8 @@ def _logits(trained: TrainedModel, batches: BatchMaker, making: Making) -> Tenso
         return None
     uploaded = batches.on_device([(making, np.asarray(good))])
     batches.release(making, uploaded.copied)
-    return trained.logits(uploaded.images).float().cpu()
+    with torch.no_grad():
+        return trained.predictor.logits(uploaded.images).float().cpu()
 
 
 def _predictions(

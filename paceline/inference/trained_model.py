@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.config.train import TrainConfig, config_of
 from paceline.data.db.index.database_index import read_label_names
 from paceline.errors import CheckpointError, ConfigError, Message, PacelineError
-from paceline.models.output_check import check_output, explained_errors
 from paceline.run.precision import Precision
+from paceline.run.predictor import Predictor
 from paceline.state.run_folder import CONFIG_NAME, read_configuration
 from paceline.state.weights import check_weights, load_weights, weights_files
 from paceline.state.weights_about import read_description
@@ -90,18 +91,14 @@ class TrainedModel:
             threads=about.get("threads"),
         )
 
-    @torch.no_grad()
-    def logits(self, images: Tensor) -> Tensor:
-        """Return the logits of images, (n, num_labels), in the precision of the training.
-
-        Args:
-            images: normalised, (n, channels, image_size, image_size), on the device.
-
-        Raises:
-            ConfigError: the model fails, or returns something else.
-        """
-        with Precision(self.config.model.dtype, self.device).forward(), explained_errors(images):
-            return check_output(self.model(images), self.config.data.num_labels, len(images))
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model's forward pass, in the precision of the training."""
+        return Predictor(
+            model=self.model,
+            precision=Precision(self.config.model.dtype, self.device),
+            num_labels=self.config.data.num_labels,
+        )
 
 
 def _weights_of(folder: Path, weights: str) -> Path:
