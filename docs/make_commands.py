@@ -24,7 +24,7 @@ from paceline.config.evaluate import EvaluateConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.predict import PredictConfig
-from paceline.config.runs import CompareConfig, RunsConfig
+from paceline.config.runs import CompareConfig, PlotConfig, RunsConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
@@ -81,6 +81,7 @@ def documents() -> dict[str, str]:
         "predict": PredictConfig,
         "runs": RunsConfig,
         "compare": CompareConfig,
+        "plot": PlotConfig,
         "serve": ServeConfig,
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,

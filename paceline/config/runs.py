@@ -1,4 +1,4 @@
-"""Configuration of `paceline runs` and `paceline compare`."""
+"""Configuration of `paceline runs`, `paceline compare` and `paceline plot`."""
 
 from __future__ import annotations
 
@@ -38,4 +38,33 @@ class CompareConfig:
         if len(self.runs) < 2:
             raise ConfigError(
                 "At least two runs are required, as in paceline compare runs/one runs/other."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """Options of `paceline plot`."""
+
+    runs: Positional[Annotated[tuple[str, ...], arg(metavar="RUN [RUN …]")]]
+    """Folders or ids of the runs."""
+
+    output: str = "plot.png"
+    """File to write. NAME.png: a picture. NAME.html: a page for a
+    browser, which needs no other file."""
+
+    output_dir: str = "runs"
+    """Folder of all runs."""
+
+    json: bool = False
+    """Print the curves as JSON, and draw nothing."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("A run is required, as in paceline plot runs/my-run.")
+        if not self.output.lower().endswith((".png", ".html")):
+            raise ConfigError(
+                flag="output",
+                value=self.output,
+                rule="must end in .png or .html",
+                remedy="give a name such as plot.png",
             )

@@ -56,7 +56,7 @@ class RunSummary:
         """
         try:
             steps = last_state(folder).steps
-            rows = _rows(folder)
+            rows = log_rows(folder)
         except OSError as error:
             raise DataError(
                 Message(
@@ -96,7 +96,7 @@ class RunSummary:
         return {**asdict(self), "state": self.state}
 
 
-def _rows(folder: Path) -> list[dict[str, str]]:
+def log_rows(folder: Path) -> list[dict[str, str]]:
     """Return the rows of a run's log, the newest one of each epoch."""
     rows: dict[str, dict[str, str]] = {}
     for path in sorted(folder.glob("*.log"), key=lambda one: one.stat().st_mtime):

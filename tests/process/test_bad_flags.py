@@ -19,7 +19,7 @@ COMMANDS = {
     "nothing like a command": Bad(
         command="fly",
         message="no command 'fly': there are train, launch, serve, evaluate, predict, runs, "
-        "compare, db, stop, status, ledger, plan.",
+        "compare, plot, db, stop, status, ledger, plan.",
     ),
     "unknown command of db": Bad(
         command="db creat a b", message=r"no command 'db creat': did you mean create\?"

@@ -6,26 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from paceline.cli.main import main
-from tests.harness.library.finished_run import CONFIG
-
-HEADER = (
-    "time_spent,cumulative_time_spent,input_count,cumulative_input_count,cumulative_batch_count,"
-    "inputs_per_sec,accuracy,epoch,learning_rate,loss,test_accuracy"
-)
-
-
-def write(folder: Path, rate: float, rows: list[str], *, finished: bool) -> None:
-    folder.mkdir(parents=True)
-    flags = {**CONFIG.identity(), "base_learning_rate": rate, "num_epochs": 2}
-    (folder / "config.toml").write_text(tomli_w.dumps(flags))
-    (folder / "resnet20.log").write_text("\n".join(["# Namespace()", HEADER, *rows, ""]))
-    step = {"event": "step", "generation": 0, "step": 20 * len(rows) - 1}
-    (folder / "events.a-0.jsonl").write_text(json.dumps(step) + "\n")
-    if finished:
-        (folder / "finished").write_text("finished\n")
+from tests.harness.library.finished_run import write_logged_run
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +19,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "10.0,10.0,500,500,20,50,0.5,0,0.1,1.5,0.75",
         "15.0,25.0,500,1000,40,50,0.5,1,0.1,1.25,0.625",
     ]
-    write(Path("runs/fast"), 0.5, rows, finished=True)
-    write(Path("runs/slow"), 0.25, rows[:1], finished=False)
+    write_logged_run(Path("runs/fast"), 0.5, rows, finished=True)
+    write_logged_run(Path("runs/slow"), 0.25, rows[:1], finished=False)
     Path("runs/notes").mkdir()
     Path("runs/script/members").mkdir(parents=True)
 

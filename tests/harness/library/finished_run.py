@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
 from paceline.models.zoo import build_model
+from paceline.observe.csv_log import COLUMNS
 from paceline.state.weights import save_weights
 from paceline.state.weights_about import describe
 
@@ -37,6 +40,25 @@ def write_run(folder: Path) -> None:
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG.identity()))
     (folder / "labels.txt").write_text("".join(f"{name}\n" for name in NAMES))
     write_model(folder / "resnet20_model.pt", 0)
+
+
+def write_logged_run(folder: Path, rate: float, rows: Sequence[str], *, finished: bool) -> None:
+    """Write the folder of a run of two epochs of 20 steps: its configuration, log and last step.
+
+    Args:
+        rate: its learning rate.
+        rows: of the log.
+        finished: whether it came to its end.
+    """
+    folder.mkdir(parents=True)
+    flags = {**CONFIG.identity(), "base_learning_rate": rate, "num_epochs": 2}
+    (folder / "config.toml").write_text(tomli_w.dumps(flags))
+    text = "\n".join(["# Namespace()", ",".join(COLUMNS), *rows, ""])
+    (folder / "resnet20.log").write_text(text)
+    step = {"event": "step", "generation": 0, "step": 20 * len(rows) - 1}
+    (folder / "events.a-0.jsonl").write_text(json.dumps(step) + "\n")
+    if finished:
+        (folder / "finished").write_text("finished\n")
 
 
 def write_model(
