@@ -131,7 +131,9 @@ def _value(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "|".join(get_args(hint))
     if get_origin(hint) is tuple:
-        return "X [X ...]" if Ellipsis in get_args(hint) else " ".join("X" for _ in get_args(hint))
+        first, *more = get_args(hint)
+        word = WORDS[first]
+        return f"{word} [{word} ...]" if Ellipsis in more else " ".join([word] * (1 + len(more)))
     if hint in WORDS:
         return WORDS[hint]
     return "|".join(_value(kind) for kind in get_args(hint))
@@ -140,7 +142,7 @@ def _value(hint: Any) -> str:
 def _default(field: Field[Any]) -> str:
     if field.default is MISSING:
         return " (required)"
-    if isinstance(field.default, bool) or field.default == "":
+    if isinstance(field.default, bool) or field.default in ("", ()):
         return ""
     values = field.default if isinstance(field.default, tuple) else (field.default,)
     return f" ({' '.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)})"

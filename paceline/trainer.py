@@ -34,7 +34,8 @@ class Trainer:
     """Training loop, and the components that it uses; `folder` gets the weights of each epoch.
 
     `about` describes the model in the files of its weights.
-    `convergence` ends it before the last of its `epochs`. `staged` trains the batches of a model
+    `convergence` ends it before the last of its `epochs`. `fixed` are modules that compute as in an
+    evaluation while the others train. `staged` trains the batches of a model
     that is a pipeline's stage; None: it is whole.
     """
 
@@ -55,6 +56,7 @@ class Trainer:
     epochs: int
     num_labels: int
     convergence: Convergence
+    fixed: tuple[nn.Module, ...] = ()
     staged: StagedPass | None = None
 
     @cached_property
@@ -122,6 +124,8 @@ class Trainer:
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()
+        for module in self.fixed:
+            module.eval()
         for step in range(self.steps.position.step, self.train.steps):
             self._train_step(self.train.batch(epoch, step))
         return scores(self.steps.end_steps(merge=epoch + 1 == self.epochs))

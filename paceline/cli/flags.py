@@ -165,7 +165,7 @@ def _reflowed(field: StructFieldSpec) -> StructFieldSpec:
         return " ".join(written.split()) if written else None
 
     kind: Any = field.type
-    if field.default in ("", tyro.MISSING_NONPROP):  # no default to show
+    if field.default in ("", (), tyro.MISSING_NONPROP):  # no default to show
         kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
     return replace(field, helptext=text, type=kind)
 

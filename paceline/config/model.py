@@ -39,6 +39,10 @@ class ModelConfig:
     load_model_path: str = ""
     """Initialise the model from this weights file, as written by a run."""
 
+    freeze: tuple[str, ...] = ()
+    """Don't train the parameters of these names, in which * is any text: --freeze "layer1.*"
+    "layer2.*". BatchNorm layers that are frozen keep their running statistics."""
+
     save_model_name: str = ""
     """Name of the weights file in the run's folder (default: <model>_model)."""
 

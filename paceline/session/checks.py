@@ -12,7 +12,6 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.comm.shared_gpus import sharing_ranks
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError, Message
-from paceline.models.zoo import model_factory
 from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
@@ -25,7 +24,7 @@ from paceline.session.stage_checks import check_stages
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.connections import refuse_shared_gpu
-from paceline.wiring.model import check_optimizer, refuse_emulation
+from paceline.wiring.model import check_model, check_optimizer, refuse_emulation
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:
@@ -100,8 +99,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     if world.shard_id == 0:  # rank 0's machine
         check_origin(config.output, run)
         require_installed(config.output.trackers)
-    channels = config.data.num_channels
-    model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
+    check_model(config)
     sources = open_sources(config)
     sources.close()
     if world.shard_id == 0:

@@ -18,6 +18,7 @@ from paceline.config.average import require_merge
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
 from paceline.generation.run import Run
+from paceline.models.frozen import fixed_norms
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.trained_parameters import WHOLE
@@ -230,6 +231,7 @@ def build_trainer(
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
         convergence=Convergence(target_accuracy=optim.target_accuracy, patience=optim.patience),
+        fixed=fixed_norms(model, config.model.freeze),
         staged=staged,
     )
 

@@ -36,7 +36,8 @@ from paceline.state.file_integrity import check_header, load_file
 _FORMAT = 1
 _OF_PARTS = frozenset(one.name for part in (DataConfig, ModelConfig) for one in fields(part))
 _OF_SCORES = frozenset(("batch_size", "label_smoothing", "seed", "num_shards"))
-_OF_START = frozenset(("load_model_path", "save_model_name"))  # these are of this machine
+# These are of this start, or of this machine.
+_OF_START = frozenset(("load_model_path", "save_model_name", "freeze"))
 
 
 def describe(config: TrainConfig, classes: Sequence[str] | None) -> dict[str, Any]:

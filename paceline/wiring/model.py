@@ -18,8 +18,9 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.models.compiled_blocks import blocks
+from paceline.models.frozen import freeze
 from paceline.models.weight_decay import decay_groups
-from paceline.models.zoo import build_model
+from paceline.models.zoo import MODELS, build_model, model_factory
 from paceline.replica.compiled_modules import compile_blocks
 from paceline.run.learning_rate import base_rate
 from paceline.run.precision import capabilities_of, computes_bfloat16
@@ -57,7 +58,8 @@ def make_model(
         report: receives sentences about weights that are skipped, and about such layers.
 
     Raises:
-        ConfigError: model or weights can't be had as asked for, or the device emulates --dtype.
+        ConfigError: model or weights can't be had as asked for, a pattern of --freeze matches
+            nothing, or the device emulates --dtype.
     """
     refuse_emulation(config.model, device.type, capabilities_of(device))
     data = config.data
@@ -67,6 +69,8 @@ def make_model(
     if config.model.load_model_path:
         for note in load_weights(Path(config.model.load_model_path), model):
             report(note)
+    if note := freeze(model, config.model.freeze):
+        report(note)
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if run is not None and share is not None:
@@ -74,6 +78,25 @@ def make_model(
     if config.model.compile:
         compile_blocks(blocks(model))
     return model
+
+
+def check_model(config: TrainConfig) -> None:
+    """Check what can be known of a model without its memory: a user's own is only found.
+
+    Raises:
+        ConfigError: there is no such model; a pattern of --freeze matches none of its parameters,
+            or the optimizer doesn't take them.
+    """
+    name = config.model.name
+    offered = {"num_labels": config.data.num_labels, "num_channels": config.data.num_channels}
+    model_factory(name, **offered)
+    plain = config.optim.optimizer == OptimConfig.optimizer and not config.model.freeze
+    if plain or name not in MODELS:
+        return
+    with torch.device("meta"):
+        model = build_model(name, **offered)
+    freeze(model, config.model.freeze)
+    make_optimizer(model, config.optim, config.global_batch)
 
 
 def _synchronise(
