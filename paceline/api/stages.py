@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.parallel.cutting import cut_model
 from paceline.parallel.pipeline import PipelineOptions
 from paceline.parallel.stage import Stage
+from paceline.replica.compiled_modules import is_compiled
 
 
 def stages(
@@ -46,9 +47,12 @@ def stages(
     Args:
         model: the whole model, on `world.device`, the same on all ranks: a `torch.nn.Sequential`,
             a ResNet of `paceline.models`, or one whose children run one after the other. A child
-            that is a `Sequential` counts as its own children.
+            that is a `Sequential` or a `ModuleList` counts as its own children. Without hooks of
+            its own, and not compiled.
         world: whose ranks train the model.
-        loss: a function of (output, y) that returns the mean over the samples.
+        loss: a function of (output, y) that returns the mean over the samples. It is called for
+            each microbatch, whose result counts in proportion to its samples; a sum would be
+            divided by the number of microbatches.
         microbatches: the number of parts of a replica's batch, at least that of the stages.
         cuts: the names of the blocks at which the stages but the first begin, such as "layer3" or
             "layer3.1"; None: chosen by measured time and parameters' bytes, printed, and used again
@@ -74,6 +78,11 @@ def stages(
         world._end.require_open(call)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{call} got {type(model).__name__} as its model: pass the module.")
+        if is_compiled(model):
+            raise ConfigError(
+                f"{call} got a compiled model, whose blocks can't be told apart: pass the model as "
+                "it is before torch.compile()."
+            )
         options = PipelineOptions(
             loss=loss,
             microbatches=microbatches,

@@ -5,9 +5,9 @@
     cuts          ("layer1.1", "fc")
     stages        conv1  bn1  layer1.0 │ layer1.1    layer2.0  layer2.1   │ fc
 
-The blocks of a model are its children in their order, each `nn.Sequential` taken apart into its own
-children. A part has modules of the model under their names, so that the parts' state dicts join.
-What a model does between two children belongs to one of them: its `Glue`.
+The blocks of a model are its children in their order, each `nn.Sequential` or `nn.ModuleList` taken
+apart into its own children. A part has modules of the model under their names, so that the parts'
+state dicts join. What a model does between two children belongs to one of them: its `Glue`.
 """
 
 from __future__ import annotations
@@ -66,11 +66,8 @@ def block_paths(model: nn.Module, names: Sequence[str] | None = None) -> list[st
 
 
 def _paths(module: nn.Module | None, path: str) -> Iterator[str]:
-    if (
-        module is not None
-        and type(module).forward is nn.Sequential.forward
-        and len(module._modules)
-    ):
+    in_order = module is not None and type(module).forward is nn.Sequential.forward
+    if module is not None and (in_order or isinstance(module, nn.ModuleList)) and module._modules:
         for name, child in module._modules.items():
             yield from _paths(child, f"{path}.{name}")
     else:
@@ -121,7 +118,8 @@ def is_inside(path: str, outer: str) -> bool:
 def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[str, Any]:
     """Return the children of a model, or of a module in it, of which a stage has blocks.
 
-    A child of which it has only some is a `nn.Sequential` of these, under their own names.
+    A child of which it has only some is a `nn.Sequential` of these, under their own names; so is a
+    `nn.ModuleList`, which a model's forward runs itself.
     """
     children = {}
     order = dict.fromkeys(path.removeprefix(prefix).partition(".")[0] for path in paths)
@@ -129,8 +127,9 @@ def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[
         child = model._modules[name]
         path = f"{prefix}{name}"
         inside = [one for one in paths if is_inside(one, path)]
-        if inside != [*_paths(child, path)]:
-            assert child is not None
+        if child is not None and (
+            isinstance(child, nn.ModuleList) or inside != [*_paths(child, path)]
+        ):
             some = nn.Sequential()
             for inner, module in take_part(child, inside, f"{path}.").items():
                 some.add_module(inner, module)

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.comm.communicator import broadcast_all, require_same_call
 from paceline.errors import ConfigError, many
 from paceline.generation.run import Run
-from paceline.parallel.blocks import block_paths, cut_paths, glue_of, take_part
+from paceline.parallel.blocks import block_paths, cut_paths, glue_of, is_inside, take_part
 from paceline.parallel.cuts import CutChoice
 from paceline.parallel.divided_modules import wholes_of
 from paceline.parallel.interpreter import Releases
@@ -29,6 +29,7 @@ BATCH_NORM = (
 )
 """What a pipeline says about a model with batch statistics."""
 _CALL = "paceline.stages()"
+_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def cut_model(
@@ -69,6 +70,7 @@ def cut_model(
         require_same_call(communicator, _CALL, given, _CALL, remedy="pass the same on all stages")
     parts = [take_part(model, some) for some in cut_paths(paths, cuts)]
     _require_parameters(parts)
+    _require_apart(model, parts, paths)
     runs = [*parts[group.rank]]
     keys = [*model.state_dict()]
     twin = MetaTwin(model, parts, glue)
@@ -137,4 +139,31 @@ def _require_parameters(parts: Sequence[Mapping[str, nn.Module | None]]) -> None
             raise ConfigError(
                 f"stage {number} has {', '.join(part)}, which has no parameters to train: cut the "
                 "model so that each stage has some."
+            )
+
+
+def _require_apart(
+    model: nn.Module, parts: Sequence[Mapping[str, nn.Module | None]], paths: Sequence[str]
+) -> None:
+    """Require that what is taken apart has no hooks, and that stages share no statistics."""
+    numbers: dict[nn.Module, set[int]] = {}
+    for number, part in enumerate(parts):
+        for child in part.values():
+            for module in child.modules() if child is not None else ():
+                numbers.setdefault(module, set()).add(number)
+    for path, module in model.named_modules():
+        if len(numbers.get(module, ())) > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            stages = " and ".join(map(str, sorted(numbers[module])))
+            raise ConfigError(
+                f"stages {stages} have the BatchNorm {path}, of whose running statistics each "
+                "would update a copy: give each place of the model one of its own, or cut the "
+                "model so that one stage has all of them."
+            )
+        inside = not path or any(one != path and is_inside(one, path) for one in paths)
+        hooks = (getattr(module, f"_{name}_hooks") for name in _HOOKS)
+        if inside and module not in numbers and any(hooks):
+            named = f"the model's {path}" if path else "the model"
+            raise ConfigError(
+                f"{named} has a hook of its forward or backward pass, which would not run: the "
+                f"stages call its blocks. Register it on the blocks, or on what {_CALL} returns."
             )

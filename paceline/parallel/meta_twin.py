@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -74,6 +75,9 @@ class MetaTwin:
         memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
         self.whole = copy.deepcopy(model, memo)
         self.parts = copy.deepcopy([*parts], memo)  # their modules are those of the whole
+        for norm in self.whole.modules():
+            if isinstance(norm, _NormBase) and norm.momentum is None:
+                norm.momentum = 0.0  # a cumulative average reads how many there were
         self._glue = glue
         self._checked = False
 

@@ -11,6 +11,7 @@ the world has its own link.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -76,7 +77,7 @@ class Pipeline:
     schedule: Schedule
     options: PipelineOptions
     times: list[TaskTime] = field(default_factory=list)
-    _agreed: dict[TensorSpec, list[list[Boundary]]] = field(default_factory=dict)
+    _agreed: dict[tuple[str, TensorSpec], list[list[Boundary]]] = field(default_factory=dict)
     _context: GenerationContext | None = None
     _link: StageLink | None = None
     _batches: int = 0  # trained over the link
@@ -105,7 +106,7 @@ class Pipeline:
                 f"{_TRAINING} got {len(x):,} samples and {len(y):,} labels: pass one label, or row "
                 "of labels, a sample."
             )
-        boundaries = self._boundaries(_TRAINING, x)
+        boundaries = self._boundaries(_TRAINING, x, y)
         losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.options.microbatches)]
         interpreter = self._interpreter(part, parameters, x, boundaries, losses)
         own = self.schedule[self._stage]
@@ -197,9 +198,13 @@ class Pipeline:
             batch=batch,
         )
 
-    def _boundaries(self, call: str, x: Tensor) -> list[list[Boundary]]:
-        """Return what each stage returns for each microbatch; collective where the size is new."""
-        spec = TensorSpec(tuple(x.shape), x.dtype)
+    def _boundaries(self, call: str, x: Tensor, y: Tensor | None = None) -> list[list[Boundary]]:
+        """Return what each stage returns for each microbatch; collective where the size is new.
+
+        Then the stages compare the labels: the last one's are of the samples that the first one
+        has. Their samples may differ, as data sets that draw random numbers yield them.
+        """
+        spec = call, TensorSpec(tuple(x.shape), x.dtype)
         if self._context is not self.run.context:
             self._context = self.run.context
             self._link = None  # closed with the last generation's context
@@ -209,6 +214,8 @@ class Pipeline:
                 communicator = self.run.context.group("stage", "steps")
                 remedy = "pass the same batch on all stages, as paceline.loader() yields it"
                 form = f"{x.dtype} of shape {tuple(x.shape)}"
+                if y is not None:
+                    form += f" and labels with checksum {_checksum(y):08x}"
                 require_same_call(communicator, call, form, f"{call}, on all stages", remedy=remedy)
             by_size: dict[TensorSpec, list[Boundary]] = {}
             microbatches = _cut(x, self.options.microbatches)
@@ -253,6 +260,10 @@ def _require_samples(call: str, **batch: object) -> None:
                 f"{call} got {type(value).__name__} as {name}: pass a tensor with a row for each "
                 "sample."
             )
+
+
+def _checksum(labels: Tensor) -> int:
+    return zlib.crc32(labels.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import gather_bytes
+from paceline.errors import ConfigError
 from paceline.parallel.blocks import Glue, run_blocks
 from paceline.parallel.divided_modules import divided_dims
 from paceline.parallel.meta_twin import MetaTwin
@@ -90,7 +91,9 @@ class Stage(nn.Module):
         No gradients are computed. The batch is cut into microbatches, as in training.
         """
         if not self._in_batch:
-            return self._pipeline.evaluate(self._run, x)
+            output = self._pipeline.evaluate(self._run, x)
+            training = self.training and torch.is_grad_enabled()
+            return tree_map(_without_backward, output) if training else output
         self._pipeline.tied.divert()
         if not self._pipeline.options.checkpoint_activations:
             return self._run(x)
@@ -131,17 +134,46 @@ class Stage(nn.Module):
 def _checkpoint_contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _KeptStatistics(module)
+    return _UnchangedBuffers(module), _KeptStatistics(module)
+
+
+class _UnchangedBuffers:
+    """Context of blocks that may change no buffers but those of norms: they run once more."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> None:
+        self._versions = self._now()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        earlier = self._versions.items()
+        if kind is None and (changed := dict(self._now().items() - earlier)):
+            raise ConfigError(
+                f"the model's forward changes its buffer {min(changed)}, but checkpointed "
+                "activations are computed twice: train without checkpointing activations, or "
+                "replace what changes buffers in forward, such as spectral_norm."
+            )
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        """Return which tensor each buffer is, and how often it was written to."""
+        return {
+            f"{path}.{name}" if path else name: (id(buffer), buffer._version)
+            for path, module in self._module.named_modules()
+            if not isinstance(module, _NormBase)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
 
 
 class _KeptStatistics:
-    """Context in which BatchNorms run once more without a second update of their statistics.
+    """Context in which norms run once more without a second update of their statistics.
 
     It can be entered several times, one after the other.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+        self._norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self._earlier: list[tuple[float | None, Tensor | None]] = []
 
     def __enter__(self) -> None:
@@ -154,3 +186,27 @@ class _KeptStatistics:
         for norm, (momentum, batches) in zip(self._norms, self._earlier, strict=True):
             norm.momentum = momentum
             norm.num_batches_tracked = batches
+
+
+class _NoBackward(torch.autograd.Function):
+    """What an evaluation has returned, which has no gradients."""
+
+    @staticmethod
+    def forward(_: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> None:
+        raise ConfigError(
+            "backward() of what model(x) returned, which evaluates: no stage computed gradients. "
+            "Call model.train_batch(x, y) in place of forward, loss and backward."
+        )
+
+
+def _without_backward(output: Tensor) -> Tensor:
+    """Return an output of which backward is refused."""
+    if not (output.is_floating_point() or output.is_complex()):
+        return output
+    anchor = torch.zeros((), requires_grad=True)
+    refusing: Tensor = _NoBackward.apply(output, anchor)  # type: ignore[no-untyped-call]
+    return refusing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.errors import ConfigError
+from paceline.errors import CommError, ConfigError
 from tests.contract.test_pipeline import SCHEDULES, WIDTH, batches, mlp, require_equal
 from tests.harness.equivalence.pipelines import PipelineRank, on_ranks
 
@@ -94,3 +94,140 @@ def test_values_that_have_no_room_are_refused() -> None:
         "operations whose results' shapes follow from shapes alone.",
         "",
     ]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_cumulative_averages_count_microbatches(checkpoints: bool) -> None:
+    norms = (nn.BatchNorm1d(WIDTH, momentum=None), nn.BatchNorm1d(WIDTH))
+    model = mlp(*norms, Instances(), nn.Linear(WIDTH, WIDTH).double())
+    options = {"cuts": ["9"], "checkpoint_activations": checkpoints}
+    require_equal(model, 2, microbatches=3, data=batches(12, 12, 9), **options)
+
+
+class Instances(nn.Module):
+    """A norm of each sample's values, which has running statistics, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(x.unflatten(1, (2, 3))).flatten(1)
+        return result
+
+
+class Listed(nn.Module):
+    """A model whose forward runs the modules of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.parametrize("cuts", [["layers.1"], ["layers.2.1"], ["layers"], ["layers", "head"]])
+def test_a_model_is_cut_inside_a_list_of_modules(cuts: list[str]) -> None:
+    require_equal(Listed(), len(cuts) + 1, microbatches=3, cuts=cuts)
+
+
+def refusals(model: nn.Module, *, y: Any = None, **options: Any) -> set[str]:
+    """Return the sentences of the ranks that refuse a model, or its first batch."""
+    ((x, labels),) = batches(8)
+
+    def run(rank: PipelineRank) -> str:
+        try:
+            stage = rank.cut(
+                model, F.cross_entropy, **{"microbatches": 2, "cuts": ["4"], **options}
+            )
+            stage.train_batch(x, labels if y is None else y(rank, labels))
+        except ConfigError as error:
+            rank.run.context.abort()
+            return str(error)
+        except CommError:
+            return ""
+        return "trained"
+
+    return {*on_ranks(run, 2)} - {""}
+
+
+def test_labels_that_differ_between_the_stages_are_refused() -> None:
+    def rolled(rank: PipelineRank, labels: Tensor) -> Tensor:
+        return labels.roll(rank.run.context.along("stage").rank)
+
+    sentences = refusals(mlp(), y=rolled)
+    assert sentences
+    for sentence in sentences:
+        assert sentence.startswith(
+            "model.train_batch() got torch.float64 of shape (8, 6) and labels"
+        )
+        assert "pass the same batch on all stages, as paceline.loader() yields it" in sentence
+
+
+def test_a_batch_norm_of_two_stages_is_refused() -> None:
+    norm = nn.BatchNorm1d(WIDTH).double()
+    model = nn.Sequential(mlp()[0], norm, mlp()[2], norm, nn.Linear(WIDTH, 3).double())
+    assert refusals(model, cuts=["2"]) == {
+        "stages 0 and 1 have the BatchNorm 1, of whose running statistics each would update a "
+        "copy: give each place of the model one of its own, or cut the model so that one stage has "
+        "all of them."
+    }
+
+
+@pytest.mark.parametrize(
+    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_hooks_of_what_is_taken_apart_are_refused(register: str) -> None:
+    model = Listed()
+    getattr(model, f"register_{register}")(lambda *_: None)
+    (sentence,) = refusals(model, cuts=["head"])
+    assert sentence.startswith("the model has a hook of its forward or backward pass, which would")
+    model = Listed()
+    getattr(model.layers[1], f"register_{register}")(lambda *_: None)
+    (sentence,) = refusals(model, cuts=["layers.1.1"])
+    assert sentence.startswith("the model's layers.1 has a hook of its forward or backward pass")
+    require_equal(model, 2, data=batches(8), microbatches=2, cuts=["layers.2"])
+
+
+def test_the_backward_of_an_evaluation_is_refused() -> None:
+    ((x, y),) = batches(8)
+
+    def run(rank: PipelineRank) -> bool:
+        stage = rank.cut(mlp(), F.cross_entropy, microbatches=2, cuts=["4"])
+        loss = F.cross_entropy(stage(x), y)
+        with pytest.raises(
+            ConfigError, match=r"Call model\.train_batch\(x, y\) in place of forward"
+        ):
+            loss.backward()
+        with torch.no_grad():
+            assert not stage(x).requires_grad
+        return stage.eval()(x).requires_grad
+
+    assert on_ranks(run, 2) == [False, False]
+
+
+def test_blocks_whose_forward_changes_buffers_are_not_computed_twice() -> None:
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[4])
+    (sentence,) = refusals(model, checkpoint_activations=True)
+    assert sentence.startswith(
+        "the model's forward changes its buffer 4.parametrizations.weight.0._u, but checkpointed "
+        "activations are computed twice"
+    )
+    data = batches(12, 9)
+    require_equal(model, 2, microbatches=3, cuts=["4"], data=data)
+    normed = mlp()
+    nn.utils.parametrizations.weight_norm(normed[4])
+    options = {"cuts": ["4"], "data": data, "checkpoint_activations": True}
+    require_equal(normed, 2, microbatches=3, **options)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import paceline
 from paceline.api.parallelize import refuse_other_stages
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import block_paths, cut_paths, take_part
@@ -102,16 +103,13 @@ def test_an_optimizer_of_the_whole_model_is_refused() -> None:
         on_ranks(run, 2)
 
 
-def test_stages_of_divided_layers_are_refused() -> None:
-    def run(rank: PipelineRank) -> None:
-        rank.cut(model(), F.cross_entropy, microbatches=2, cuts=["1"])
-
-    with pytest.raises(ConfigError) as raised:
-        on_ranks(run, 2, tensor=2)
-    assert str(raised.value) == (
-        "the mesh has 2 stages and 2 tensor ranks, but paceline.stages() can't cut a model whose "
-        "layers are divided, too: give the mesh one of both."
-    )
+def test_a_compiled_model_is_refused() -> None:
+    in_place = model()
+    in_place.compile(backend="eager")
+    with paceline.join() as world:
+        for compiled in (torch.compile(model(), backend="eager"), in_place):
+            with pytest.raises(ConfigError, match="a compiled model, whose blocks can't be told"):
+                paceline.stages(compiled, world, loss=F.cross_entropy, microbatches=2)
 
 
 class Between(nn.Module):
