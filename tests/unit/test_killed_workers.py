@@ -10,9 +10,13 @@ from typing import Any, cast
 import pytest
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.rendezvous.server_registration import PARAMETERS
+from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.supervision import machine_workers
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
 from paceline.cluster.supervision.machine_workers import MachineWorkers
+from paceline.cluster.supervision.server_command import ServerCommand
+from paceline.errors import PeerLost
 from tests.harness.processes.worlds import world_of
 
 
@@ -61,3 +65,31 @@ def test_only_a_worker_in_the_kernel_cant_be_killed(
     worker.close()
     events.close()
     assert capfd.readouterr().err.splitlines() == reported
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+def test_a_killed_server_is_the_cause_also_where_its_worker_is_seen_to_end_first(
+    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_workers, "_CAUSE_S", 0.1)
+    events = EventQueue()
+    run = cast(Any, SimpleNamespace(generation=world_of().generation))
+    servers = ServerCommand(argv=(), role=PARAMETERS, count=1)
+    workers = MachineWorkers(RunPlan(workers=1), run, events, servers=servers)
+    lost = FailureReport.of(PeerLost("the connection to the parameter server ended."))
+    ends = {
+        rank: SimpleNamespace(
+            report=lambda name, own=own: own, survives=own is None, send=lambda number: None
+        )
+        for rank, own in enumerate((lost, None))
+    }
+    workers._workers = cast(Any, ends)
+    for local_rank in order:
+        returncode = (1, -signal.SIGKILL)[local_rank]
+        events.put(Exited(local_rank=local_rank, returncode=returncode))
+    reason = workers._first_failure()
+    events.close()
+    assert reason is not None
+    assert reason.text.startswith("the parameter server on machine 0 (a) was killed by SIGKILL.")
+    said = capfd.readouterr().err
+    assert said.endswith("The workers save their state, and the run ends.\n") == (order == (1, 0))

@@ -45,6 +45,7 @@ from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_KILLED = {-number for number in signal.Signals if number != signal.SIGTERM}
 # Ctrl-C ends a run within five seconds: the last one is for what SIGKILL takes.
 _TERM_S = 4.0
 _REPORT_S = 2.0  # of those, at most, before the run's reason is reported
@@ -286,6 +287,8 @@ class MachineWorkers:
         if all(map(self._serves, self._workers)):
             self._signal(signal.SIGTERM)  # to servers that serve no other machine's workers
             if self._serves(local_rank):
+                if event.returncode in _KILLED:  # before, and a worker's failure came first
+                    self._lost[name] = FailureReport.of_exit(name, event.returncode)
                 return None
         if event.returncode == 0:
             self._survivable |= worker.survives
