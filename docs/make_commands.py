@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from paceline.cli.flags import aliases
 from paceline.cli.main import COMMANDS
 from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
@@ -124,7 +125,8 @@ def _usage(field: Field[Any], hint: Any) -> str:
         return _metavar(hint)
     if hint is bool:
         return f"--no_{field.name}" if field.default else f"--{field.name}"
-    return f"--{field.name} {_value(hint)}"
+    names = [*aliases(hint), f"--{field.name}"]
+    return f"{', '.join(names)} {_value(hint)}"
 
 
 def _value(hint: Any) -> str:
@@ -136,6 +138,8 @@ def _value(hint: Any) -> str:
         return f"{word} [{word} ...]" if Ellipsis in more else " ".join([word] * (1 + len(more)))
     if hint in WORDS:
         return WORDS[hint]
+    if get_origin(hint) is Annotated:
+        return _value(get_args(hint)[0])
     return "|".join(_value(kind) for kind in get_args(hint))
 
 
@@ -154,7 +158,7 @@ def _positionals(config: type) -> str:
 
 
 def _is_positional(hint: Any) -> bool:
-    return get_origin(hint) is Annotated
+    return get_origin(hint) is Annotated and not aliases(hint)
 
 
 def _metavar(hint: Any) -> str:

@@ -34,6 +34,11 @@ _RULES = {
     str: 'text in quotes, such as "cosine"',
 }
 
+_LISTS = {
+    float: "numbers, such as [125.0, 123.0, 114.0]",
+    str: 'texts, such as ["layer1.*", "layer2.*"]',
+}
+
 
 def with_file(argv: Sequence[str], config: type) -> list[str]:
     """Replace `--config FILE` by the flags of the file, before all others.
@@ -65,8 +70,7 @@ def with_file(argv: Sequence[str], config: type) -> list[str]:
 def _words(flags: Mapping[str, Any]) -> Iterator[str]:
     for name, value in flags.items():
         if isinstance(value, list):
-            yield f"--{name}"
-            yield from map(str, value)
+            yield from [f"--{name}", *map(str, value)] if value else []
         else:
             yield f"--{name}={value}"
 
@@ -105,8 +109,9 @@ def _broken_rule(value: object, kind: Any) -> str:
         return "" if value in names else f"one of {', '.join(map(str, names))}"
     if get_origin(kind) is tuple:
         values = value if isinstance(value, list) else [value]
-        fits = bool(values) and not any(_broken_rule(one, float) for one in values)
-        return "" if fits else "numbers, such as [125.0, 123.0, 114.0]"
+        of = get_args(kind)[0]
+        fits = (values or of is str) and not any(_broken_rule(one, of) for one in values)
+        return "" if fits else _LISTS[of]
     kinds = [one for one in get_args(kind) if one is not NoneType] or [kind]
     fits = type(value) in kinds or (kinds == [float] and type(value) is int)
     return "" if fits else _RULES[kinds[0]]

@@ -102,14 +102,25 @@ def takes(config: type, flag: str, word: str) -> bool:
 
 
 def options(config: type) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, default and type of each flag, those of nested configurations too."""
+    """Yield the name, default and type of each flag, those of nested configurations too.
+
+    A flag with a second name is there twice.
+    """
     hints = get_type_hints(config)
+    noted = get_type_hints(config, include_extras=True)
     for field in fields(config):
         kind = hints[field.name]
         if isinstance(kind, type) and is_dataclass(kind):
             yield from options(kind)
         else:
             yield field.name, field.default, kind
+            yield from ((flag_of(name), field.default, kind) for name in aliases(noted[field.name]))
+
+
+def aliases(noted: Any) -> list[str]:
+    """Return a flag's other names, `--name`, which are noted on its type."""
+    notes = getattr(noted, "__metadata__", ())
+    return [name for note in notes for name in getattr(note, "aliases", None) or ()]
 
 
 def _number(

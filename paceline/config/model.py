@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from paceline.config.rules import at_least, file_name
 
@@ -36,8 +38,9 @@ class ModelConfig:
     compile: bool = False
     """Compile the blocks of the model with torch.compile; start-up takes minutes longer."""
 
-    load_model_path: str = ""
-    """Initialise the model from this weights file, as written by a run."""
+    load_model_path: Annotated[str, arg(aliases=("--weights",))] = ""
+    """Initialise the model from this file of weights: of a run, or any state dict of the model.
+    Caffe2's name of the flag is --load_model_path."""
 
     freeze: tuple[str, ...] = ()
     """Don't train the parameters of these names, in which * is any text: --freeze "layer1.*"

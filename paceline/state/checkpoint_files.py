@@ -201,7 +201,7 @@ def _checked(state: object, path: str) -> dict[str, Any]:
     if missing or not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: not a run's checkpoint: it has no {missing[0]!r}; give one that a run wrote, "
-            "or load weights with --load_model_path."
+            "or load weights with --weights."
         )
     if state["paceline"] > FORMAT:
         raise CheckpointError(

@@ -94,7 +94,7 @@ def weights_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def load_weights(
-    path: Path, model: nn.Module, *, flag: str = "load_model_path", whole: bool = False
+    path: Path, model: nn.Module, *, flag: str = "weights", whole: bool = False
 ) -> tuple[str, ...]:
     """Copy a file's weights into the model, of the same names and shapes.
 
@@ -187,7 +187,7 @@ def _is_average(name: str) -> bool:
     return any(word in name.lower() for word in _AVERAGES)
 
 
-def check_weights(path: Path, flag: str = "load_model_path") -> None:
+def check_weights(path: Path, flag: str = "weights") -> None:
     """Look at the ends of a file, without reading it: is it there, of a known format, not torn.
 
     Raises:

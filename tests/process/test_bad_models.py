@@ -168,7 +168,7 @@ class Malicious:
 
 
 WEIGHTS = {
-    "none.pt": (2, "--load_model_path none.pt: there is no such file; check the path."),
+    "none.pt": (2, "--weights none.pt: there is no such file; check the path."),
     "garbage.pt": (
         1,
         "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",
@@ -188,7 +188,7 @@ LATER_WEIGHTS = {
     ),
     "other.pt": (
         2,
-        "--load_model_path other.pt: the weights belong to another model: missing 2.weight, "
+        "--weights other.pt: the weights belong to another model: missing 2.weight, "
         "2.bias; unknown 0.weight. Give the --model that they were trained with.",
     ),
 }

@@ -103,7 +103,7 @@ def made_with(checkpoint: str, now: str) -> str:
     return (
         f"{checkpoint} was written with 16 images, 16 per epoch and 4 per step, but this run has "
         f"{now}. Use the same data and flags, or start a new run from its weights with "
-        "--load_model_path."
+        "--weights."
     )
 
 
@@ -200,7 +200,7 @@ def test_a_run_does_not_resume_with_other_images_of_the_same_number(
     assert main(["db", "create", "images", "other"]) == 0
     message = (
         f"{NEWEST} was written with the same number of images, but the images or labels differ. "
-        "Use the same data, or start a new run from its weights with --load_model_path."
+        "Use the same data, or start a new run from its weights with --weights."
     )
     require_answer(Bad(command=WORDS + " --train_data other", message=message), here, capfd)
 
@@ -257,7 +257,7 @@ def test_weights_are_no_checkpoint_to_start_from(
     torch.save({"2.weight": torch.ones(3, 48)}, here / "weights.pt")
     message = (
         "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
-        "load weights with --load_model_path."
+        "load weights with --weights."
     )
     words = WORDS + " --run_id new --resume weights.pt"
     require_answer(Bad(command=words, message=message, status=1), here, capfd)

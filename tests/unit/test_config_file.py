@@ -104,3 +104,16 @@ def test_what_a_start_has_of_its_own_makes_no_other_run() -> None:
 
     one = values("--train_data", "x", "--num_workers", "2")
     assert difference(one, values("--train_data", "y", "--num_workers", "3")) == ""
+
+
+def test_a_file_has_texts_and_a_flag_by_its_other_name(file: Path) -> None:
+    file.write_text('weights = "w.pt"\nfreeze = ["layer1.*", "conv1.*"]')
+    config = config_of("--config", str(file), "--train_data", "null")
+    assert config.model.load_model_path == "w.pt"
+    assert config.model.freeze == ("layer1.*", "conv1.*")
+    file.write_text('load_model_path = "v.pt"\nfreeze = []')
+    config = config_of("--config", str(file), "--train_data", "null", "--weights=w.pt")
+    assert (config.model.load_model_path, config.model.freeze) == ("w.pt", ())
+    file.write_text("freeze = [1]")
+    with pytest.raises(ConfigError, match=r"freeze = \[1\]: must be texts, such as"):
+        config_of("--config", str(file))

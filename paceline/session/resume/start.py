@@ -270,12 +270,12 @@ def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprin
     if saved != wanted:
         raise ConfigError(
             f"{name} was written with {saved}, but this run has {wanted}. Use the same data and "
-            "flags, or start a new run from its weights with --load_model_path."
+            "flags, or start a new run from its weights with --weights."
         )
     if state.get("data", fingerprint) != fingerprint:
         raise ConfigError(
             f"{name} was written with the same number of images, but the images or labels differ. "
-            "Use the same data, or start a new run from its weights with --load_model_path."
+            "Use the same data, or start a new run from its weights with --weights."
         )
 
 

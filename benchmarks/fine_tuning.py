@@ -1,0 +1,140 @@
+"""What trained weights are worth with few images: ResNet-20, halves of CIFAR-10's classes.
+
+    python benchmarks/fine_tuning.py cifar10/train cifar10/test --runs FOLDER [--seeds 1 2 3]
+
+A model is trained on the images of the first five classes. Then 100 images a class of the other
+five are trained for the same 10 epochs: from scratch, from the trained weights, and from these with
+all but the last stage frozen. What FOLDER has already isn't run again: the same command resumes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+from table import print_table
+
+CLASSES = 5  # of ten, for the first training
+MODEL = [
+    *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "5"),
+    *("--lr_policy", "cosine", "--warmup_epochs", "1", "--label_smoothing", "0.1"),
+    *("--image_mean_per_channel", "125.3", "123.0", "113.9"),
+    *("--image_std_per_channel", "63.0", "62.1", "66.7"),
+    *("--num_workers", "1", "--use_cpu"),
+]
+FROZEN = ("conv1.*", "bn1.*", "layer1.*", "layer2.*")
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    started = time.monotonic()
+    names = sorted(path.name for path in options.train.iterdir() if path.is_dir())
+    halves = {"first": names[:CLASSES], "other": names[CLASSES:]}
+    for half, classes in halves.items():
+        few = options.images if half == "other" else 0
+        _database(options.train, classes, options.runs / f"{half}-train", few)
+        _database(options.test, classes, options.runs / f"{half}-test", 0)
+    flags = {"--num_epochs": options.first_epochs, "--batch_size": 128, "--seed": 0}
+    accuracy = _train("first", "first", flags, options)
+    print(f"the first {CLASSES} classes: {accuracy:.2%} of the test images", flush=True)
+    weights = ["--weights", str(options.runs / "first" / "resnet20_model.pt")]
+    ways = {
+        "from scratch": [],
+        "from the weights": weights,
+        "from the weights, frozen but layer3": [*weights, "--freeze", *FROZEN],
+    }
+    ends: dict[str, list[float]] = {way: [] for way in ways}
+    for seed in options.seeds:
+        for number, (way, more) in enumerate(ways.items()):
+            flags = {"--num_epochs": options.epochs, "--batch_size": 32, "--seed": seed}
+            ends[way].append(_train(f"other-{number}-{seed}", "other", flags, options, more))
+            print(f"seed {seed}, {way}: {ends[way][-1]:.2%} of the test images", flush=True)
+    print()
+    _print(ends, options)
+    print(f"\n{time.monotonic() - started:.0f} seconds in all")
+
+
+def _print(ends: Mapping[str, list[float]], options: argparse.Namespace) -> None:
+    """Print a line a way: its accuracies, their mean, and what that is from the first way's."""
+    first = mean(next(iter(ends.values())))
+    seeds = [f"seed {seed}" for seed in options.seeds]
+    lines = [[f"{options.epochs} epochs", *seeds, "mean", "points from scratch"]]
+    for way, accuracies in ends.items():
+        cells = [f"{accuracy:.2%}" for accuracy in (*accuracies, mean(accuracies))]
+        lines.append([way, *cells, f"{100 * (mean(accuracies) - first):+.2f}"])
+    print_table(lines, [36, *[8] * len(lines[0][1:-1]), 20], markdown=options.markdown)
+
+
+def _database(images: Path, classes: list[str], where: Path, few: int) -> None:
+    """Make a database of some classes: of the first `few` images of each, or of all (0)."""
+    if where.exists():
+        return
+    folder = where.with_suffix(".images")
+    for name in classes:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for path in sorted((images / name).iterdir())[: few or None]:
+            link = folder / name / path.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.resolve())
+    _run(["db", "create", str(folder), str(where)], where.with_suffix(".txt"))
+
+
+def _train(
+    run_id: str,
+    half: str,
+    flags: Mapping[str, object],
+    options: argparse.Namespace,
+    more: list[str] | None = None,
+) -> float:
+    """Train, or look at what was trained; return the last test accuracy."""
+    words = {
+        "--train_data": options.runs / f"{half}-train",
+        "--test_data": options.runs / f"{half}-test",
+        "--output_dir": options.runs,
+        "--run_id": run_id,
+        "--base_learning_rate": options.rate,
+        **flags,
+    }
+    folder = options.runs / run_id
+    if not (folder / "finished").exists():
+        given = [str(word) for pair in words.items() for word in pair]
+        _run(["train", *MODEL, *given, *(more or ())], options.runs / f"{run_id}.txt")
+    (log,) = folder.glob("*.log")
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("#")]
+    return float(list(csv.DictReader(lines))[-1]["test_accuracy"])
+
+
+def _run(words: list[str], output: Path) -> None:
+    with output.open("wb") as file:
+        command = [sys.executable, "-m", "paceline.cli.main", *words]
+        if subprocess.run(command, stdout=file, stderr=file, check=False).returncode:
+            raise SystemExit(f"paceline {' '.join(words)} failed: what it said is in {output}.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = partial(parser.add_argument, help="default: %(default)s")
+    parser.add_argument("train", type=Path, help="training images, CLASS/IMAGE")
+    parser.add_argument("test", type=Path, help="test images, CLASS/IMAGE")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the runs")
+    add("--first-epochs", type=int, default=20)
+    add("--epochs", type=int, default=10)
+    add("--images", type=int, default=100, help="a class, of the other half; default: %(default)s")
+    add("--rate", type=float, default=0.1)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
