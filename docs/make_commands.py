@@ -22,6 +22,7 @@ from paceline.cli.main import COMMANDS
 from paceline.config.active_run import StatusConfig, StopConfig
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.config.evaluate import EvaluateConfig
+from paceline.config.export import ExportConfig
 from paceline.config.ledger import LedgerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.predict import PredictConfig
@@ -79,6 +80,7 @@ def documents() -> dict[str, str]:
     more = [MORE]
     others = {
         "evaluate": EvaluateConfig,
+        "export": ExportConfig,
         "predict": PredictConfig,
         "runs": RunsConfig,
         "compare": CompareConfig,

@@ -13,13 +13,14 @@ from rich.console import Console
 from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
+from paceline.cli.run_images import open_test_data
 from paceline.cli.tables import table_console, table_of
 from paceline.config.evaluate import EvaluateConfig
 from paceline.errors import ConfigError, Message
 from paceline.inference.evaluation import Evaluation, evaluate, most_confused
 from paceline.inference.trained_model import TrainedModel
 from paceline.observe.event_file import find_event_files, read_events
-from paceline.session.sources import open_source, order_of
+from paceline.session.sources import order_of
 
 _DESCRIPTION = """\
 Evaluate the model of a run on a database of images.
@@ -27,7 +28,7 @@ Evaluate the model of a run on a database of images.
 With the database and the device of the run's own evaluations, the result is theirs.
 
 Examples:
-  paceline evaluate digits --test_data test-lmdb
+  paceline evaluate digits
   paceline evaluate runs/digits --test_data other-lmdb --weights last --confusion
   paceline evaluate runs/digits/resnet20_model.pt --test_data test-lmdb --json"""
 
@@ -48,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device("cuda" if cuda else "cpu")
     trained = TrainedModel.read(folder, device, config.weights or file)
     workers = config.run_workers or trained.workers or _workers_of(folder)
-    seed = trained.config.optim.seed + 1  # as the training has it, of synthetic images
-    source = open_source("test_data", config.test_data, trained.config.data, seed)
+    source = open_test_data(trained.config, folder, config.test_data)
     with closing(source), meter("Evaluating", "images", Console(stderr=True)) as shown:
         _require_classes(config, source.label_names, trained)
         result = evaluate(

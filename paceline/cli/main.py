@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "evaluate": ("paceline.cli.evaluate", "score the model of a run on a database"),
     "predict": ("paceline.cli.predict", "classify images with the model of a run"),
+    "export": ("paceline.cli.export", "write the model of a run for other programs"),
     "runs": ("paceline.cli.runs", "show the runs in a folder, and their results"),
     "compare": ("paceline.cli.compare", "show in what runs differ"),
     "plot": ("paceline.cli.plot", "plot the curves of runs"),

@@ -19,8 +19,9 @@ class EvaluateConfig:
     """Folder or id of a run of `paceline train`, or a file of
     weights that such a run has written."""
 
-    test_data: str
-    """Path of the database, of the kind that the run's were."""
+    test_data: str = ""
+    """Path of the database, of the kind that the run's were. By
+    default the run's test data."""
 
     output_dir: str = "runs"
     """Folder of all runs."""

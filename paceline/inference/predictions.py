@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +23,8 @@ from paceline.data.batch_maker import BatchMaker, Making
 from paceline.data.decoding.decode_pool import DecodePool
 from paceline.data.decoding.host_batches import HostBatches
 from paceline.data.image.image_paths import ImageFiles
+from paceline.data.order import Indices
+from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import DataError
 from paceline.inference.decode_count import decode_processes
@@ -66,24 +69,44 @@ def predict(
         ConfigError: the model fails.
         DataError: decode processes can't go on, or a disk doesn't respond.
     """
+    count = len(paths)
+    ranges = (np.arange(at, min(at + batch_size, count)) for at in range(0, count, batch_size))
+    batches = image_batches(trained, ImageFiles(paths), ranges, decode_processes(count, workers))
+    with closing(batches):
+        for making, images in batches:
+            yield from _predictions(paths, making, _logits(trained, images), top)
+
+
+def image_batches(
+    trained: TrainedModel, source: Source, ranges: Iterator[Indices], processes: int
+) -> Generator[tuple[Making, Tensor | None], None, None]:
+    """Yield batches of images as the model gets them, and None for one of unreadable images alone.
+
+    Args:
+        trained: the model.
+        source: the images.
+        ranges: the records of each batch.
+        processes: decode processes, beside a thread of this process.
+
+    Raises:
+        DataError: decode processes can't go on, or a disk doesn't respond.
+    """
     data = trained.config.data
-    pool = DecodePool(decode_processes(len(paths), workers), cuda=_is_cuda(trained), thread=True)
+    pool = DecodePool(processes, cuda=trained.device.type == "cuda", thread=True)
     layout = trained.config.model.channels_last
     pixels = normalisation(data, trained.device, channels_last=layout)
     upload = Upload(**pixels, channels=data.num_channels, width=data.image_size)
-    samples = sample_maker(data, ImageFiles(paths), train=False, labelled=False)
+    samples = sample_maker(data, source, train=False, labelled=False)
     batches = HostBatches(pool, samples, upload)
     try:
-        for making in _made(batches, len(paths), batch_size):
-            logits = _logits(trained, batches, making)
-            yield from _predictions(paths, making, logits, top)
+        for making in _made(batches, ranges):
+            yield making, _images(batches, making)
     finally:
         pool.close()
 
 
-def _made(batches: BatchMaker, count: int, batch_size: int) -> Iterator[Making]:
+def _made(batches: BatchMaker, ranges: Iterator[Indices]) -> Iterator[Making]:
     """Yield batches of samples that are made; each is released before the next one."""
-    ranges = (np.arange(at, min(at + batch_size, count)) for at in range(0, count, batch_size))
     begun = deque(batches.begin(0, records) for records in islice(ranges, _AHEAD))
     while begun:
         making = begun.popleft()
@@ -96,16 +119,22 @@ def _made(batches: BatchMaker, count: int, batch_size: int) -> Iterator[Making]:
         begun.extend(batches.begin(0, records) for records in islice(ranges, 1))
 
 
-def _logits(trained: TrainedModel, batches: BatchMaker, making: Making) -> Tensor | None:
-    """Return the logits of a batch's readable images on the CPU; None: there is none."""
+def _images(batches: BatchMaker, making: Making) -> Tensor | None:
+    """Return the readable images of a batch on the device; None: there is none."""
     good = [at for at, record in enumerate(making.records.tolist()) if record not in making.bad]
     if not good:
         batches.release(making, None)
         return None
     uploaded = batches.on_device([(making, np.asarray(good))])
     batches.release(making, uploaded.copied)
+    return uploaded.images
+
+
+def _logits(trained: TrainedModel, images: Tensor | None) -> Tensor | None:
+    if images is None:
+        return None
     with torch.no_grad():
-        return trained.predictor.logits(uploaded.images).float().cpu()
+        return trained.predictor.logits(images).float().cpu()
 
 
 def _predictions(
@@ -122,7 +151,3 @@ def _predictions(
         yield Prediction(
             path=path, labels=best.indices.tolist(), probabilities=best.values.tolist()
         )
-
-
-def _is_cuda(trained: TrainedModel) -> bool:
-    return trained.device.type == "cuda"

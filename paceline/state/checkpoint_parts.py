@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from paceline.atomic_write import write_atomically
 from paceline.cluster.json_record import JsonRecord
@@ -22,6 +22,8 @@ from paceline.errors import CheckpointError, CommError
 from paceline.state.checkpoint_files import FORMAT, Checkpoints, read_checkpoint
 from paceline.state.checkpoint_writer import Checkpoint, WrittenFiles
 from paceline.state.file_integrity import reason_of
+
+INDEX_SUFFIX = ".json"
 
 
 def part_name(lengths: Mapping[str, int], stage: int, tensor: int) -> str:
@@ -65,6 +67,42 @@ class CheckpointIndex(JsonRecord):
             with suppress(OSError, CommError):
                 found.append(cls.from_text(path.read_bytes()))
         return found
+
+
+def read_parts(path: Path) -> dict[str, Any]:
+    """Read a checkpoint in parts and join its stages' weights.
+
+    Args:
+        path: the index.
+
+    Returns:
+        a checkpoint's entry "model".
+
+    Raises:
+        CheckpointError: the index or a part is damaged or missing, or parts divide layers.
+    """
+    try:
+        index = CheckpointIndex.from_text(path.read_bytes())
+    except (OSError, CommError) as error:
+        raise CheckpointError(
+            f"{path}: not the index of a checkpoint in parts ({error}); give a file of weights."
+        ) from error
+    divided = [part for part in index.parts if "tensor" in part]
+    if divided:
+        raise CheckpointError(
+            f"{path}: its parts, such as {divided[0]}, divide layers, which only the script that "
+            "divided them can join: load them there, with model.whole_state_dict()."
+        )
+    missing = [name for name in index.files if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: its part {missing[0]} isn't there: copy it from the machine of that stage "
+            "into the folder."
+        )
+    weights: dict[str, Any] = {}
+    for name in index.files:
+        weights |= read_checkpoint(path.parent / name)["model"]
+    return {"paceline": index.paceline, "model": weights}
 
 
 class CheckpointParts:

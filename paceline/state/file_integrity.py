@@ -3,6 +3,7 @@
     torch.save       a zip archive: its directory is at the end, a checksum with each member
     safetensors      [8 bytes: n][n bytes of JSON][tensors]: the JSON gives the file's length
     torch.save, old  a pickle and bytes behind it; only reading it shows damage
+    Caffe2           a minidb of blobs: a length with each record (`weights_caffe2.py`)
 
 torch itself passes over the checksums of its archives, so that a flipped bit on a disk would become
 a weight. https://docs.pytorch.org/docs/stable/notes/serialization.html,
@@ -26,13 +27,15 @@ from typing import Any, BinaryIO, Literal
 import torch
 
 from paceline.errors import CheckpointError
+from paceline.state.weights_caffe2 import begins_as_caffe2, read_caffe2
 
-Kind = Literal["torch", "safetensors", "old torch"]
+Kind = Literal["torch", "safetensors", "old torch", "caffe2"]
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
 _LONGEST_REASON = 200  # characters of a reason in a message
 _ZIP = b"PK\x03\x04"
 _OLD = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch wrote first before 1.6
+_START = 32  # bytes that tell the formats apart
 _LONGEST_HEADER = 100_000_000  # bytes of safetensors' JSON, the format's own limit
 _FOLDER = 0x10  # MS-DOS's mark, in a member's attributes
 # What zipfile raises over damage, depending on where it sits: an OSError is a seek to nowhere.
@@ -65,7 +68,7 @@ def check_header(path: Path) -> Kind:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(len(_OLD))
+            start = file.read(_START)
             if not start:
                 raise _torn(path, "it is empty")
             if start.startswith(_ZIP):
@@ -73,8 +76,10 @@ def check_header(path: Path) -> Kind:
                 return "torch"
             # Before the length of a header is looked for:
             # those 8 bytes may be anything in such a file.
-            if start == _OLD:
+            if start.startswith(_OLD):
                 return "old torch"
+            if begins_as_caffe2(start):
+                return "caffe2"
             if start[8:9] == b"{":
                 _check_lengths(path, file)
                 return "safetensors"
@@ -83,7 +88,8 @@ def check_header(path: Path) -> Kind:
             f"{path}: can't be read ({error.strerror or error}); give a file that you may read."
         ) from error
     raise CheckpointError(
-        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
+        f"{path}: not a file of weights; give one that a run, torch.save, safetensors or Caffe2 "
+        "wrote."
     )
 
 
@@ -119,10 +125,13 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
         CheckpointError: the file is damaged, or of no format that holds weights.
     """
     try:
-        if check_header(path) == "safetensors":
+        kind = check_header(path)
+        if kind == "safetensors":
             from safetensors.torch import load_file as load_safetensors  # an extra
 
             return load_safetensors(path)
+        if kind == "caffe2":
+            return read_caffe2(path)
         # Scripts save their parsed arguments, which run no code when they are read.
         with torch.serialization.safe_globals([Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

@@ -2,6 +2,7 @@
 
     torch.save of a state dict, or of a dict that has one as an entry, as checkpoints do
     safetensors, where its package is installed
+    Caffe2's minidb of a model, and the index of a run's checkpoint in parts
 
     {"epoch": 3, "optimizer": …, "state_dict": {"module.conv1.weight": …}}      PyTorch's examples
     {"paceline": 1, "model": {"conv1.weight": …}, …}                            a run's checkpoint
@@ -22,6 +23,8 @@ from torch import nn
 
 from paceline.atomic_write import atomic_file, link_atomically
 from paceline.errors import CheckpointError, ConfigError, many
+from paceline.models.zoo import MODELS
+from paceline.state.checkpoint_parts import INDEX_SUFFIX, read_parts
 from paceline.state.file_integrity import check_header, check_integrity, load_file
 from paceline.state.weights_fit import fit
 
@@ -44,7 +47,8 @@ def save_weights(path: Path, model: nn.Module, about: Mapping[str, Any] | None =
     _save_state(path, model.state_dict(), about)
 
 
-def _save_state(path: Path, given: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
+def described(given: Mapping[str, Any], about: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    """Return a state dict, contiguous, with a model's description, see `weights_about.py`."""
     state = OrderedDict(
         (name, value.contiguous() if isinstance(value, torch.Tensor) else value)
         for name, value in given.items()
@@ -52,6 +56,11 @@ def _save_state(path: Path, given: Mapping[str, Any], about: Mapping[str, Any] |
     vars(state).update(getattr(given, "__dict__", {}))  # torch's own: versions of modules
     if about is not None:
         vars(state).update(about=about)
+    return state
+
+
+def _save_state(path: Path, given: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
+    state = described(given, about)
     try:
         with atomic_file(path) as file:
             torch.save(state, file)
@@ -116,8 +125,11 @@ def load_weights(
         CheckpointError: the file is damaged or holds something else, or a weight isn't a number.
     """
     check_weights(path, flag)
-    check_integrity(path)
-    state = load_file(path)
+    if path.suffix == INDEX_SUFFIX:
+        state = read_parts(path)
+    else:
+        check_integrity(path)
+        state = load_file(path)
     fits = {name: fit(weights, model) for name, weights in _state_dicts(state).items()}
     if not fits:
         raise CheckpointError(
@@ -127,9 +139,11 @@ def load_weights(
     if not usable:
         name, nearest = max(fits.items(), key=lambda item: item[1].known)
         entry = f" (those in its entry {name})" if name else ""
+        zoo = _zoo_model(_state_dicts(state)[name])
+        remedy = f"Give --model {zoo}" if zoo else "Give the --model that they were trained with"
         raise ConfigError(
             f"--{flag} {path}: the weights{entry} belong to another model: "
-            f"{'; '.join(nearest.differences)}. Give the --model that they were trained with."
+            f"{'; '.join(nearest.differences)}. {remedy}."
         )
     name, *others = usable
     if whole and fits[name].head:
@@ -145,6 +159,18 @@ def load_weights(
     if others:
         notes = [*notes, f"other weights of such a model were left out: {', '.join(others)}."]
     return tuple(f"{path}: {note}" for note in notes)
+
+
+def _zoo_model(state: Mapping[str, Any]) -> str:
+    """Return the name of the zoo's model that weights fit, but for the number of labels, or ""."""
+    shapes = [value.shape for value in state.values() if isinstance(value, torch.Tensor)]
+    channels = next((shape[1] for shape in shapes if len(shape) == 4), 0)
+    for name, make in MODELS.items():
+        with torch.device("meta"):
+            model = make(num_labels=1, num_channels=channels or 1)
+        if not fit(state, model).differences:
+            return name
+    return ""
 
 
 def _state_dicts(state: Any, name: str = "", depth: int = 0) -> dict[str, Mapping[str, Any]]:
@@ -196,6 +222,8 @@ def check_weights(path: Path, flag: str = "weights") -> None:
     """
     if not path.exists():
         raise ConfigError(f"--{flag} {path}: there is no such file; check the path.")
+    if path.suffix == INDEX_SUFFIX:  # of a checkpoint in parts
+        return
     if check_header(path) == "safetensors" and find_spec("safetensors") is None:
         raise ConfigError(
             f"--{flag} {path}: a safetensors file, but the package safetensors isn't "

@@ -31,6 +31,7 @@ from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError
+from paceline.state.checkpoint_parts import INDEX_SUFFIX
 from paceline.state.file_integrity import check_header, load_file
 
 _FORMAT = 1
@@ -74,7 +75,8 @@ def read_description(path: Path) -> Mapping[str, Any] | None:
     Raises:
         CheckpointError: the file is damaged or isn't one of weights.
     """
-    kind = check_header(path)
+    if path.suffix == INDEX_SUFFIX or (kind := check_header(path)) == "caffe2":
+        return None
     found: object
     if kind == "safetensors":
         found = _of_safetensors(path)

@@ -171,7 +171,8 @@ WEIGHTS = {
     "none.pt": (2, "--weights none.pt: there is no such file; check the path."),
     "garbage.pt": (
         1,
-        "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",
+        "garbage.pt: not a file of weights; give one that a run, torch.save, safetensors or Caffe2 "
+        "wrote.",
     ),
     "torn.pt": (
         1,

@@ -142,8 +142,8 @@ REFUSED = {
     ),
     "resume garbage": Bad(
         command=WORDS + " --run_id new --resume own.py",
-        message="own.py: not a file of weights; give one that a run, torch.save or safetensors "
-        "wrote.",
+        message="own.py: not a file of weights; give one that a run, torch.save, safetensors "
+        "or Caffe2 wrote.",
         status=1,
     ),
     "ledger of nothing": Bad(

@@ -45,7 +45,9 @@ def find_run_or_weights(run: str, output_dir: Path) -> tuple[Path | None, str]:
     """
     file = Path(run)
     if file.is_file():
-        return (file.parent.resolve() if _is_run(file.parent) else None), run
+        parent = file.absolute().parent
+        around = (parent, parent.parent)  # a run's checkpoints have a folder of their own
+        return next((folder.resolve() for folder in around if _is_run(folder)), None), run
     return find_run(run, output_dir), ""
 
 

@@ -1,0 +1,1 @@
+"""A trained model in other programs' formats, each compared with the model before it is done."""
