@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.equivalence.trainer_rollbacks import ToFloat64, TrainerRollbacks
+from tests.harness.equivalence.trainer_rollbacks import ToFloat64, TrainerRollbacks, single
 from tests.harness.processes.fault_runs import EXACT, distance, load
 from tests.harness.processes.run_folders import events
 
@@ -84,3 +84,14 @@ def test_stages_train_as_whole_replicas_do(
     require_same_scores(staged, whole)
     chosen = [e["text"] for e in events(staged.folder, 0) if "Pin this choice" in e.get("text", "")]
     assert len(chosen) == ("--cuts" not in flags)
+
+
+def test_stages_compute_in_bfloat16_as_a_whole_replica_does(tmp_path: Path) -> None:
+    flags = ("--model", f"{single.__module__}:single", "--dtype", "bfloat16", "--force_bfloat16")
+    whole = train(tmp_path / "whole", (1,), *flags)
+    exact = train(tmp_path / "exact", (1,), "--model", f"{single.__module__}:single")
+    staged = train(tmp_path / "cut", (2,), *flags, "--stages", "2", "--cuts", "3")
+    weights = [load(one.folder / "single_model.pt") for one in (whole, staged, exact)]
+    assert all(value.dtype is torch.float32 for value in weights[1].values())
+    assert distance(*weights[:2]) < 1e-6 < distance(*weights[::2])
+    require_same_scores(staged, whole)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from tests.harness.equivalence.trainer_rollbacks import ToFloat64
 from tests.harness.network.ports import free_port
 from tests.harness.processes.command import Command, rows_of
 from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
@@ -45,3 +52,36 @@ def test_two_machines_of_a_stage_each_continue_a_run_as_one_process_does(tmp_pat
     losses = [[f"{float(row['loss']):.5g}" for row in rows_of(folder)] for folder in runs]
     assert losses[0] == losses[1]
     assert proof_of(runs[0]).exact
+
+
+class Slow(nn.Module):
+    """A block that the second replica's processes compute more slowly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = json.loads(os.environ["PACELINE_WORKER"])["local_rank"] % 2
+        time.sleep(len(x) * (0.01 if second else 0.001))
+        return x
+
+
+def slow(num_labels: int) -> nn.Module:
+    """Make a net without batch statistics."""
+    torch.manual_seed(3)
+    layers = (nn.Flatten(), nn.Linear(3 * 16**2, 8), nn.Tanh(), nn.Linear(8, num_labels))
+    return nn.Sequential(ToFloat64(), Slow(), *layers).double()
+
+
+def test_shares_follow_the_speeds_of_whole_replicas_of_stages(tmp_path: Path) -> None:
+    words = (*WORDS, "--model", f"{__name__}:slow", "--epoch_size", "240", "--batch_size", "24")
+    words = (*words, "--num_epochs", "2")
+    runs = []
+    for name, flags in (
+        ("whole", ()),
+        ("cut", ("--num_workers", "4", "--stages", "2", "--cuts", "5", "--shares", "measured")),
+    ):
+        (tmp_path / name).mkdir()
+        ended = Command(*words, *flags, folder=tmp_path / name, environment=ENVIRONMENT).wait()
+        assert ended.status == 0, ended.text
+        runs.append(tmp_path / name / "runs" / "r")
+    assert "shares: " in ended.text
+    assert distance(*(load(folder / "slow_model.pt") for folder in runs)) < EXACT
+    assert proof_of(runs[1]).exact
