@@ -23,7 +23,7 @@ from tests.harness.processes.supervisor_stage import (
 )
 
 HOST = os.uname().nodename
-CONTINUE = " The other workers continue."
+CONTINUE = " The others decide how the run continues."
 
 
 @pytest.fixture

@@ -243,7 +243,9 @@ def test_a_killed_worker_is_named_and_a_stop_leaves_nothing(data: Path, tmp_path
     family = command.family()
     family[1].kill()
     # The survivor's line comes first where the supervisor doesn't run for 0.2 s.
-    named, _ = command.lines_with("The other workers continue.", "1 process continues from step")
+    named, _ = command.lines_with(
+        "The others decide how the run continues.", "1 process continues from step"
+    )
     assert "rank 1 on machine 0" in named
     assert "was killed by SIGKILL" in named
     command.send(signal.SIGINT)

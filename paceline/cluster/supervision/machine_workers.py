@@ -310,7 +310,7 @@ class MachineWorkers:
             workers = len(self._run.generation.members)
             print_message(f"{failure.text} {self._servers.after_loss(workers)}")
         elif not all(map(self._serves, self._workers)):
-            print_message(f"{failure.text} The other workers continue.")
+            print_message(f"{failure.text} The others decide how the run continues.")
         # The members print that they continue: a user sees the cause before.
         self._report_exit(local_rank, name, failure.text, failed=True)
         return None

@@ -199,12 +199,13 @@ def candidates(
         for header, each in headers.items()
         if header not in valid
     ]
-    whole = {each.file.step for each in found}
+    # Ranks remove the parts of old checkpoints before rank 0 removes an index.
+    newest = max((each.file.step for each in found), default=-1)
     torn = [
         f"step-{index.step:08}.json: a part of this checkpoint is missing or damaged."
         for record in records.values()
         for index in record.indexes
-        if index.step not in whole
+        if index.step > newest
     ]
     return [headers[header] for header in valid], [*_notes(records, generation), *void, *torn]
 
