@@ -5,7 +5,8 @@
 Ranks of one machine, SGD with momentum, a model of flat layers with next to no activations. `peak`
 is the most that a process ever had, less what it had before the model was made; memory that
 processes share is counted once. The other columns are what each owner holds once a step's gradients
-are there, and `rest` is what the peak has besides: what is there for a moment only, and libraries.
+are there (`windows` have the gradients, too, where they moved there), and `rest` is what the peak
+has besides: what is there for a moment only, and libraries.
 Each number is that of the rank with the highest peak, in the median of `--rounds` runs.
 
 A row is a method of Paceline (bf16: sharded, with `--param_dtype bfloat16`). It may be followed by

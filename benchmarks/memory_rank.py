@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ METHODS: Mapping[str, dict[str, str]] = {
 }
 WIDTH = 1024  # of a layer: 4 MiB of weights
 SAMPLE_S = 0.003  # between two looks at the memory
+_WINDOW = "/memfd:paceline window"
 
 
 class Peak:
@@ -70,7 +71,7 @@ def settled_bytes() -> int:
 def window_bytes(smaps: str) -> int:
     """Return the bytes of windows, of all ranks, for which this process counts in /proc/*/smaps."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)
-    return sum(_pss(one) for one in mappings if "/memfd:paceline window" in one.partition("\n")[0])
+    return sum(_pss(one) for one in mappings if _WINDOW in one.partition("\n")[0])
 
 
 def _pss(text: str) -> int:
@@ -89,7 +90,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def owners(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes that each owner holds; a storage counts for the first that has it."""
+    """Return the bytes that each owner holds; a storage counts for the first that has it.
+
+    Gradients that moved into a window count as the window's.
+    """
     found: dict[str, list[Any]] = {owner: [] for owner in OWNERS}
     found["weights"] = [*model.parameters(), *model.buffers()]
     with torch._C.DisableTorchFunctionSubclass():  # not a script's use, which makes them the mean
@@ -99,9 +103,13 @@ def owners(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]
         owner = _ATTRIBUTES.get(type(one).__name__)
         if owner is not None and type(one).__module__.startswith("paceline."):
             found[owner[0]] += [vars(one).get(name) for name in owner[1]]
+    smaps = Path("/proc/self/smaps").read_text()
+    lines = [line for line in smaps.splitlines() if _WINDOW in line]
+    ends = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines]
+    windows = [range(start, stop) for start, stop in ends]
     seen: set[int] = set()
-    sizes = {owner: sum(_sizes(held, seen)) for owner, held in found.items()}
-    sizes["windows"] = window_bytes(Path("/proc/self/smaps").read_text())
+    sizes = {owner: sum(_sizes(held, seen, windows)) for owner, held in found.items()}
+    sizes["windows"] = window_bytes(smaps)
     return sizes
 
 
@@ -117,8 +125,8 @@ _ATTRIBUTES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def _sizes(held: Any, seen: set[int]) -> Iterator[int]:
-    """Yield the sizes of all storages and bytes in a tree that weren't seen before."""
+def _sizes(held: Any, seen: set[int], windows: Sequence[range]) -> Iterator[int]:
+    """Yield the sizes of all storages and bytes in a tree that weren't seen, nor are in windows."""
     for one in _leaves(held):
         if isinstance(one, Tensor):
             storage = one.untyped_storage()
@@ -127,7 +135,7 @@ def _sizes(held: Any, seen: set[int]) -> Iterator[int]:
         else:
             key = id(one)
             size = len(one)
-        if key and key not in seen:
+        if key and key not in seen and not any(key in window for window in windows):
             seen.add(key)
             yield size
 

@@ -102,7 +102,7 @@ def open_puts(
     names = [bucket.names for bucket in dense]
     specs = [
         replace(
-            bucket_spec(tensors, options, returns_parameters=returns_parameters),
+            bucket_spec(tensors, options, returns_parameters=returns_parameters, gradients=True),
             wide=bucket.index in options.wide,
         )
         for tensors, bucket in zip(templates, dense, strict=True)

@@ -190,9 +190,18 @@ def open_exchange(
 
 
 def bucket_spec(
-    tensors: Sequence[Tensor], options: PutOptions, *, returns_parameters: bool = False
+    tensors: Sequence[Tensor],
+    options: PutOptions,
+    *,
+    returns_parameters: bool = False,
+    gradients: bool = False,
 ) -> BucketSpec:
-    """Describe the bucket of some tensors of one dtype."""
+    """Describe the bucket of some tensors of one dtype.
+
+    Args:
+        returns_parameters: updated parameters may be sent back.
+        gradients: the values are these parameters' gradients, where backward leaves them.
+    """
     dtype = tensors[0].dtype
     lengths = tuple(tensor.numel() for tensor in tensors)
     codec = options.codec if dtype is torch.float32 else None
@@ -203,5 +212,6 @@ def bucket_spec(
         return_codec=None if codec is None else options.return_codec,
         error_decay=options.error_decay,
         returns_parameters=returns_parameters,
+        adopts=gradients and not options.staged and options.machine is None,
         suppresses_zeros=mostly_tables(tensors, options.tables),
     )

@@ -150,12 +150,6 @@ def first_code(numel: int, block: int) -> int:
     return -(-4 * -(-numel // block) // _ALIGN) * _ALIGN
 
 
-def join(pieces: Iterable[Piece], out: Tensor) -> None:
-    """Copy pieces that cover the values of `out`, (values,)."""
-    for start, stop, piece in pieces:
-        out[start:stop] = piece
-
-
 def add_up_wide(parts: Sequence[Sequence[Piece]], weights: Sequence[float], numel: int) -> Tensor:
     """Return ((w0 * p0 + w1 * p1) + …) of values of any floating dtype, computed in float32.
 

@@ -50,14 +50,13 @@ def places(layout: Layout) -> Iterator[tuple[int, int]]:
 
 def sizes(bucket_layout: BucketLayout) -> list[tuple[BufferArray, int]]:
     """Return how many bytes may come into each kind of room."""
-    local_shards = range(len(bucket_layout.shards))
-    slices = [
-        bucket_layout.local_shard(c).stop - bucket_layout.local_shard(c).start for c in local_shards
-    ]
     shards = [b - a for bounds in bucket_layout.shards for a, b in pairwise(bounds)]
     spec = bucket_layout.spec
     return [
-        (bucket_layout.from_group_ranks, spec.header_size + max(slices) * spec.dtype.itemsize),
+        (
+            bucket_layout.contribution,
+            spec.header_size + bucket_layout.numel * spec.dtype.itemsize,
+        ),
         (bucket_layout.from_groups, spec.header_size + max(map(spec.contribution_size, shards))),
         (bucket_layout.returned_sums, max(map(spec.sum_size, shards))),
     ]

@@ -41,7 +41,7 @@ def is_trim_due(steps: int) -> bool:
 
     What a trim gives back of the next step's own memory is faulted in once more.
     """
-    return steps <= _FIRST_STEPS or steps & (steps - 1) == 0
+    return steps <= _FIRST_STEPS or steps % (1 << steps.bit_length() - 3) == 0
 
 
 def return_freed_memory() -> None:

@@ -112,7 +112,7 @@ def _memory(window: Window, peer: int) -> Tensor:
 
 
 class ReceiveBuffer:
-    """Receive buffer of one contribution: a header and a payload.
+    """Buffer of one contribution: a header and a payload.
 
     Args:
         memory: (header_size + size,), bytes of a window.
@@ -195,8 +195,9 @@ class BucketState:
             receive buffer.
         defers_return: whether the owner returns the sums only when the caller allows it. If True,
             the owner may return updated parameters in their place.
-        to_owners: for each other owner of the group: its rank, the range of its local shard, the
-            receive buffer for this rank in its window, and the values in that buffer.
+        contribution: this rank's contribution in its own window; None if it is alone in its group.
+        to_owners: for each other owner of the group: its rank, the range of its local shard, and
+            the values of this rank's contribution to it.
         shard: the range of this rank's shard, and its sums; None if this rank owns no local shard.
             If it is None, the attributes from `own_sums` to `returned` don't exist.
         own_sums: (values,), the sums of this rank's shard.
@@ -204,8 +205,8 @@ class BucketState:
         own_shard: the range of this rank's shard, relative to the start of the local shard.
         to_groups: for each other group: its number, the owner in it, and the range of its shard,
             relative to the start of the local shard.
-        from_group_ranks: for each rank of the group, in rank order, the receive buffer of its
-            contribution to the local shard; None for this rank. Empty if the group has one rank.
+        from_group_ranks: for each rank of the group, in rank order, its contribution to the local
+            shard, in that rank's window; None for this rank. Empty if the group has one rank.
         codec: codec of contributions from other groups; None: they are unencoded.
         from_groups: for each contributing group, in order, the receive buffer of its contribution
             to the shard; None for this group. Empty if no other group contributes.
@@ -248,7 +249,12 @@ class BucketState:
         self.group_dtype = spec.group_dtype or spec.dtype
         self._header_size = spec.header_size
         self.direct_return = layout.returned_sums.count == 0
-        self.gradient_views = GradientViews(layout, templates, names)
+        self.contribution: ReceiveBuffer | None = None
+        values = None
+        if rank_layout.group_peers:
+            self.contribution = _contribution(layout, rank_layout, rank_layout.rank)
+            values = self.contribution.values
+        self.gradient_views = GradientViews(layout, templates, names, values)
         sums = rank_layout.bytes_of(
             rank_layout.leader, layout.sums, layout.numel * spec.dtype.itemsize
         )
@@ -260,11 +266,10 @@ class BucketState:
         ).numpy()
         self.used_at = layout.flags
         self.to_owners = [
-            (owner, values, buffer, buffer.values.view(spec.dtype))
+            (owner, shard, values.view(spec.dtype)[shard])
             for number, owner in enumerate(rank_layout.owners)
-            if owner != rank_layout.rank
-            for values in [layout.local_shard(number)]
-            for buffer in [_local_buffer(layout, rank_layout, owner, rank_layout.rank)]
+            if owner != rank_layout.rank and values is not None
+            for shard in [layout.local_shard(number)]
         ]
         self.feedback: ErrorFeedback | None = None
         self.suppression: ZeroSuppression | None = None
@@ -300,7 +305,7 @@ class BucketState:
         self.own_shard = within[group]
         self.to_groups = [(n, owner, within[n]) for n, owner in ranks.peer_owners.items()]
         self.from_group_ranks: list[ReceiveBuffer | None] = [
-            None if peer == rank else _local_buffer(layout, ranks, rank, peer)
+            None if peer == rank else _contribution(layout, ranks, peer, self.local_shard)
             for peer in ranks.group_ranks
             if ranks.group_peers
         ]
@@ -356,11 +361,12 @@ class BucketState:
         return restored
 
 
-def _local_buffer(
-    layout: BucketLayout, ranks: RankLayout, owner: int, sender: int
+def _contribution(
+    layout: BucketLayout, ranks: RankLayout, rank: int, shard: slice | None = None
 ) -> ReceiveBuffer:
-    """View where a rank's contribution to an owner's local shard lies, in the owner's window."""
-    values = layout.local_shard(ranks.group_ranks.index(owner))
-    offset = layout.from_group_ranks[ranks.group_ranks.index(sender)]
-    size = (values.stop - values.start) * layout.spec.dtype.itemsize
-    return ranks.receive_buffer(owner, offset, size, layout)
+    """View a rank's contribution in its window; the values, of a local shard alone if given."""
+    item = layout.spec.dtype.itemsize
+    buffer = ranks.receive_buffer(rank, layout.contribution[0], layout.numel * item, layout)
+    if shard is not None:
+        buffer.values = buffer.values[shard.start * item : shard.stop * item]
+    return buffer

@@ -4,7 +4,14 @@
     pieces       [ the gradient itself     ][ a copy       ][ itself … ][ a copy       ]
 
 A large gradient is borrowed where backward left it, if its strides are its parameter's. It must not
-be written until the bucket's sum has come. The others are copied into memory of this object.
+be written until the bucket's sum has come. The others are copied.
+
+Where other ranks of the machine read the contribution in this rank's window, a large gradient moves
+there: its values are copied, and its tensor gets that memory in place of its own, which backward
+uses again for the next layer. So a gradient is in memory once. A gradient that stays (`zero_grad`
+in place, or none) is there already. A script that reads `.grad` gets a copy (`ParameterWatch`); a
+tensor that one of its hooks has kept from an earlier step gets memory of its own again, before the
+next gradient comes.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import ref
 
 import numpy as np
 import torch
@@ -19,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.codecs.codec import Piece
+from paceline.codecs.kernels.compiled import add_up
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.layout import BucketLayout
@@ -89,10 +98,16 @@ class GradientViews:
     Args:
         templates: the parameters, or tensors of their shapes and strides.
         names: the parameters' names, for errors.
+        shared: (bytes,), memory for the bucket's values, which other ranks read; None: there is
+            none, and copies have memory of this object.
     """
 
     def __init__(
-        self, layout: BucketLayout, templates: Sequence[Tensor], names: Sequence[str]
+        self,
+        layout: BucketLayout,
+        templates: Sequence[Tensor],
+        names: Sequence[str],
+        shared: Tensor | None = None,
     ) -> None:
         self._names = names
         self._templates = [template.detach() for template in templates]
@@ -106,6 +121,15 @@ class GradientViews:
         self._full = np.ones(len(templates), np.uint8)
         ends = list(accumulate(layout.spec.lengths))
         self._spans = list(zip([0, *ends], ends, strict=False))
+        self._places: dict[int, Tensor] = {}  # of large gradients that move, in shared memory
+        self._moved: dict[int, ref[Tensor]] = {}  # the gradients there
+        if shared is not None:
+            self._use(shared.view(self._dtype))
+            for number in self._large if layout.spec.adopts else ():
+                start, stop = (self._dtype.itemsize * value for value in self._spans[number])
+                # A storage of its own: to save one is not to save the window.
+                flat = torch.frombuffer(shared[start:stop].numpy(), dtype=self._dtype)
+                self._places[number] = like(templates[number], flat)
 
     def local_gradients(self, gradients: Sequence[Tensor | None], weight: float) -> LocalGradients:
         """View a step's gradients; overwrites the copies of the last step's."""
@@ -114,13 +138,16 @@ class GradientViews:
         copied_from = 0
         missing = [n for n, gradient in enumerate(gradients) if gradient is None]
         apart = set(missing)
+        self._give_back(gradients)
         for number in self._large:
             gradient = gradients[number]
             if gradient is not None and self._has_strides(gradient, number):
                 start, stop = self._spans[number]
+                if number in self._places and weight and not gradient.requires_grad:
+                    self._move(number, gradient)
                 if copied_from < start:
                     pieces.append(self._copy(copied_from, start))
-                pieces.append((start, stop, _detached(gradient).as_strided((stop - start,), (1,))))
+                pieces.append((start, stop, _flat(gradient)))
                 borrowed.append((self._names[number], gradient, gradient._version))
                 copied_from = stop
                 apart.add(number)
@@ -134,6 +161,23 @@ class GradientViews:
         return LocalGradients(
             pieces=pieces, weight=weight, flags=flags, full=full, borrowed=borrowed, sample=sample
         )
+
+    def _move(self, number: int, gradient: Tensor) -> None:
+        """Move a large gradient to the shared memory, if it isn't there."""
+        place = self._places[number]
+        if gradient.data_ptr() != place.data_ptr():
+            copy_past_caches(_flat(gradient), _flat(place))
+            gradient.data = place
+            self._moved[number] = ref(gradient)
+
+    def _give_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Give those that were moved and are others' now memory of their own."""
+        for number, moved in self._moved.items():
+            kept = moved()
+            if kept is None or kept is gradients[number]:
+                continue
+            if kept.data_ptr() == self._places[number].data_ptr():
+                kept.data = kept.detach().clone()
 
     def _has_strides(self, gradient: Tensor, number: int) -> bool:
         return (
@@ -163,12 +207,23 @@ class GradientViews:
 
     def _memory(self) -> Tensor:
         if self._copies is None:
-            self._copies = torch.empty(self._numel, dtype=self._dtype)
-            self._views = [
-                like(template, self._copies[start:stop])
-                for template, (start, stop) in zip(self._templates, self._spans, strict=True)
-            ]
+            self._use(torch.empty(self._numel, dtype=self._dtype))
+        assert self._copies is not None
         return self._copies
+
+    def _use(self, memory: Tensor) -> None:
+        """Copy into this memory, (numel,), from now on."""
+        self._copies = memory
+        self._views = [
+            like(template, memory[start:stop])
+            for template, (start, stop) in zip(self._templates, self._spans, strict=True)
+        ]
+
+
+def copy_past_caches(source: Tensor, target: Tensor) -> None:
+    """Copy flat values that another core reads next; nothing where both are the same memory."""
+    if source.data_ptr() != target.data_ptr():
+        add_up([[(0, len(target), source)]], [1.0], target, past_caches=True)
 
 
 def _written_error(name: str) -> ConfigError:
@@ -184,13 +239,15 @@ def _is_large(template: Tensor) -> bool:
     return template.numel() >= _SMALL and template.device.type == "cpu" and dense
 
 
-def _detached(gradient: Tensor) -> Tensor:
-    return gradient.detach() if gradient.requires_grad else gradient
+def _flat(gradient: Tensor) -> Tensor:
+    """View a dense gradient's memory, (numel,)."""
+    detached = gradient.detach() if gradient.requires_grad else gradient
+    return detached.as_strided((gradient.numel(),), (1,))
 
 
 def _sample(gradient: Tensor) -> tuple[Tensor, list[float]]:
     """View 16 values from all over a dense gradient of `_SMALL` or more, and note them."""
-    values = _detached(gradient).as_strided((16,), (gradient.numel() // 16,))
+    values = _flat(gradient)[:: gradient.numel() // 16][:16]
     return values, values.tolist()
 
 

@@ -13,7 +13,8 @@ shards as there are ranks.
 
 A window holds, for each bucket,
 
-    from_group_ranks  receive buffers: contributions of the group's ranks to this rank's local shard
+    contribution      this rank's contribution to the whole bucket, which the other ranks of its
+                      group read in place
     from_groups       receive buffers: each group's contribution to this rank's shard, encoded
     returned_sums     receive buffers: the other groups' sums of their shards, unless these are put
                       into `sums` directly
@@ -34,8 +35,9 @@ staleness), each bucket has k + 1 *slots*: all this memory so many times. Versio
 v mod (k + 1).
 
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
-by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
-contribution to bucket i, a sum of it, or flags; the last notification announces that it drains.
+by, and a flag for each parameter. In `contribution` the values are those of gradients, which move
+there (`gradient_views.py`). A peer's notification `kind * buckets + i` announces its contribution
+to bucket i, a sum of it, or flags; the last notification announces that it drains.
 
 Where servers return updated parameters, they exchange messages with the workers besides
 (`messages.py`). Each rank has a receive buffer for each peer, behind all else.
@@ -150,6 +152,7 @@ class BucketSpec:
         suppresses_zeros: whether contributions and sums that are put between groups may leave out
             blocks of zeros. They then begin with a preamble (`zero_suppression.py`). Where updated
             parameters may be sent back, what is sent back is complete.
+        adopts: whether the values are gradients whose memory may be replaced by the window's.
         wide: whether values of 16 bits are summed in float32, by the owner, when it returns the
             version. Contributions then come as they are, with their weight. Needs
             `returns_parameters`.
@@ -168,6 +171,7 @@ class BucketSpec:
     returns_parameters: bool = False
     suppresses_zeros: bool = False
     returns_plain: bool = False
+    adopts: bool = False
     wide: bool = False
     group_dtype: torch.dtype | None = None
     slots: int = 1
@@ -234,7 +238,7 @@ class BucketLayout:
         spec: the bucket's specification.
         shards: (local shards, groups + 1), value indices in the bucket: for each local shard, the
             boundaries of the groups' shards.
-        from_group_ranks: receive buffers for contributions from ranks of the group.
+        contribution: buffer of the rank's contribution, if other ranks of its group read it.
         from_groups: receive buffers for contributions from other groups.
         returned_sums: receive buffers for returned sums.
         sums: offset of the sums in the window, in bytes.
@@ -245,7 +249,7 @@ class BucketLayout:
     index: int
     spec: BucketSpec
     shards: tuple[tuple[int, ...], ...]
-    from_group_ranks: BufferArray
+    contribution: BufferArray
     from_groups: BufferArray
     returned_sums: BufferArray
     sums: int
@@ -417,15 +421,14 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
         shards: tuple[tuple[int, ...], ...] = ((0,) * len(topology.contributing) + bounds,)
     else:
         shards = tuple(_boundaries(start, stop, groups, item) for start, stop in pairwise(slices))
-    widest = max(b - a for a, b in pairwise(slices))
     longest = _longest(shards)
     among_workers = groups > 1 and not served
     needs_return_buffers = among_workers and (
         group_size > 1 or spec.codec is not None or spec.suppresses_sums
     )
-    from_group_ranks = _buffers(offset, head + widest * item, group_size if group_size > 1 else 0)
-    contribution = head + spec.contribution_size(longest)
-    from_groups = _buffers(from_group_ranks.end, contribution, groups if among_workers else 0)
+    contribution = _buffers(offset, head + numel * item, 1 if group_size > 1 else 0)
+    received = head + spec.contribution_size(longest)
+    from_groups = _buffers(contribution.end, received, groups if among_workers else 0)
     returned = spec.sum_size(longest)
     if spec.returns_parameters:
         returned = max(returned, longest * item)
@@ -434,7 +437,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
         index=index,
         spec=spec,
         shards=shards,
-        from_group_ranks=from_group_ranks,
+        contribution=contribution,
         from_groups=from_groups,
         returned_sums=returned_sums,
         sums=returned_sums.end,

@@ -239,7 +239,7 @@ class Owner:
         contributions = [
             ours if r is None else [(0, len(total), r.values.view(total.dtype))] for r in buffers
         ]
-        weights = [gradients.weight if r is None else 1.0 for r in buffers]
+        weights = [gradients.weight if r is None else r.weight for r in buffers]
         add_up(contributions, weights, total, past_caches=alone)
         bucket.gathered = [(0, len(total), total)]
         bucket.weight = 1.0

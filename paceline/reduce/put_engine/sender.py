@@ -14,11 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Piece, cut, join
-from paceline.codecs.kernels.compiled import add_up
+from paceline.codecs.codec import Piece, cut
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.bucket_state import BucketState, BucketStates, RankLayout
-from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
+from paceline.reduce.put_engine.gradient_views import (
+    NO_GRADIENTS,
+    Flags,
+    LocalGradients,
+    copy_past_caches,
+)
 from paceline.reduce.put_engine.layout import CONTRIBUTION
 
 
@@ -55,14 +59,12 @@ class Sender:
         bucket.empty = False
         bucket.let_return(None, parameters=False)
         bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
-        for owner, local_shard, buffer, contribution in bucket.to_owners:
-            pieces = cut(gradients.pieces, local_shard)
-            if bucket.wide:
-                buffer.write_header(gradients.weight, gradients.flags)
-                join(pieces, contribution)
-            else:
-                buffer.write_header(1.0, gradients.flags)
-                add_up([pieces], [gradients.weight], contribution, past_caches=True)
+        if bucket.contribution is not None:
+            bucket.contribution.write_header(gradients.weight, gradients.flags)
+        for owner, local_shard, contribution in bucket.to_owners:
+            if gradients.weight:  # otherwise no owner reads the values
+                for start, stop, piece in cut(gradients.pieces, local_shard):
+                    copy_past_caches(piece, contribution[start:stop])
             self._window.put(owner, 0, None, index, version, -index)
         if not self._ranks.group_peers and bucket.feedback is None:
             self.put_shards(bucket, gradients.pieces, gradients.weight, gradients.flags, version)
