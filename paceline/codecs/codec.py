@@ -22,6 +22,7 @@ from torch import Tensor
 Piece = tuple[int, int, Tensor]  # first value, behind the last one; (stop - start,), contiguous
 Source = tuple[int, int, Tensor | None]  # a piece; None: its values are zeros
 _ALIGN = 64  # bytes, a cache line
+_WIDE_CHUNK = 2**15  # values, 128 KiB of float32: they stay in a core's cache
 
 
 class Codec(Protocol):
@@ -150,21 +151,27 @@ def first_code(numel: int, block: int) -> int:
     return -(-4 * -(-numel // block) // _ALIGN) * _ALIGN
 
 
-def add_up_wide(parts: Sequence[Sequence[Piece]], weights: Sequence[float], numel: int) -> Tensor:
-    """Return ((w0 * p0 + w1 * p1) + …) of values of any floating dtype, computed in float32.
+def add_up_wide(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor) -> Tensor:
+    """Write ((w0 * p0 + w1 * p1) + …) of values of any floating dtype to `out`, in float32.
 
     Args:
         parts: contributions; the pieces of each cover the values, and overlap nowhere.
         weights: one a contribution; with 0 it is left out, whatever it holds.
+        out: (values,) of float32.
 
     Returns:
-        (numel,), in new memory.
+        `out`.
     """
-    total = torch.zeros(numel)
+    product = torch.empty(min(len(out), _WIDE_CHUNK))
+    out.zero_()
     for part, weight in zip(parts, weights, strict=True):
         for start, stop, piece in part if weight else ():
-            total[start:stop] += piece.to(torch.float32, copy=True).mul_(weight)
-    return total
+            for first in range(start, stop, _WIDE_CHUNK):
+                values = piece[first - start : first - start + _WIDE_CHUNK]
+                out[first : first + len(values)] += (
+                    product[: len(values)].copy_(values).mul_(weight)
+                )
+    return out
 
 
 def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:

@@ -35,6 +35,7 @@ from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.generation.run import Run
 from paceline.generation.summaries import NONE_ACKNOWLEDGED, StepSummary
 from paceline.observe.change_account import ChangeAccount
+from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.checksums import ChecksumParts, Checksums
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.run.first_step_checks import FirstStepChecks
@@ -134,6 +135,7 @@ class Steps:
         self._further = False  # that step trains the batch of the last one, too
         self._began = 0.0
         self._spans: list[AbstractContextManager[None]] = []  # of that step, entered
+        self._trim_due = False  # before the next backward pass
         self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._requests = requests
@@ -161,6 +163,15 @@ class Steps:
             durable=durable,
         )
         self.begin_generation(saved=True)
+        watch_backward_calls(self)
+
+    def before_backward(
+        self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
+    ) -> None:
+        """Give the allocator's holes back before a step's backward pass, where that is due."""
+        if self._trim_due:
+            self._trim_due = False
+            return_freed_memory()
 
     @property
     def generation(self) -> int:
@@ -172,6 +183,7 @@ class Steps:
         self._own_times.begin_generation()
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
         self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
+        self._trim_due = False
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -537,8 +549,7 @@ class Steps:
         """Save what is due before a step, or stop; then begin the step's random streams."""
         with self.run.timeline.span("boundary"):
             self._act_on_summaries(number)
-            if self._steps_alike and is_trim_due(self._steps_alike):
-                return_freed_memory()
+            self._trim_due = bool(self._steps_alike) and is_trim_due(self._steps_alike)
         word = self._seed_torch(_IN_STEP, number)
         # Python's and numpy's streams continue where `seed` has seeded them before the step:
         # unlike torch's, they take long to seed.

@@ -5,8 +5,10 @@ faults in a step of a ResNet-50 on a core, a fifth of its time.
 
 What is kept has holes. glibc cuts aligned memory, such as a tensor's, from a larger piece, so a
 hole of exactly its size isn't used again. In the first steps, while momenta and copies are made
-between gradients that come and go, the holes grow to once or twice the weights. They stay where
-they are from then on, so their pages go back to the kernel by a few trims (malloc_trim(3)).
+between gradients that come and go, the holes grow to once or twice the weights, and later by some
+per cent a step. Their pages go back to the kernel by trims (malloc_trim(3)). A trim takes a third
+of a millisecond, and what it gives back of a step's own memory is faulted in once more. So it is
+made before a backward pass: then the activations are there, and what is free are holes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _LIMITS = (  # of a control group, version 2 and 1
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 _FIRST_STEPS = 8  # in which a step's memory takes its places
+_INTERVAL = 2  # steps
 
 
 def keep_freed_memory() -> bool:
@@ -37,11 +40,8 @@ def keep_freed_memory() -> bool:
 
 
 def is_trim_due(steps: int) -> bool:
-    """Return whether to trim after so many steps: the first few, and then ever more rarely.
-
-    What a trim gives back of the next step's own memory is faulted in once more.
-    """
-    return steps <= _FIRST_STEPS or steps % (1 << steps.bit_length() - 3) == 0
+    """Return whether to trim after so many steps: the first few, and then each second."""
+    return steps <= _FIRST_STEPS or steps % _INTERVAL == 0
 
 
 def return_freed_memory() -> None:

@@ -88,6 +88,8 @@ class Owner:
         deferred = np.array([bucket.defers_return for bucket in buckets.first], bool)
         self._return_allowed = np.where(deferred, 0, _ALL)  # versions
         self._passes = max(map(len, buckets.slots), default=1)  # versions that can wait at once
+        wide = [len(b.own_sums) for b in buckets.first if b.wide and b.shard is not None]
+        self._wide_memory = torch.empty(max(wide, default=0))  # of one update's sums at a time
         self._peer_owners = list(rank_layout.peer_owners.values())
         self._group_peers = rank_layout.group_peers
         self._contributors = rank_layout.contributors
@@ -251,7 +253,8 @@ class Owner:
         bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
         if self._peer_owners:
             values = bucket.local_shard
-            total = _wide_sum(bucket, buffers, bucket.gathered, values.stop - values.start)
+            total = torch.empty(values.stop - values.start)  # stays until it is sent
+            _wide_sum(bucket, buffers, bucket.gathered, total)
             bucket.gathered = [(0, len(total), total)]
             bucket.weight = 1.0
 
@@ -322,14 +325,13 @@ class Owner:
 
     def _wide_total(self, bucket: BucketState) -> Tensor:
         """Sum a wide bucket's contributions to this rank's shard, (values,), in float32."""
-        numel = len(bucket.own_sums)
+        total = self._wide_memory[: len(bucket.own_sums)]
         if bucket.empty:
-            return torch.empty(numel)
+            return total
         if self._contributors:
             ours = cut(bucket.gathered, bucket.own_shard)
-            return _wide_sum(bucket, bucket.from_groups, ours, numel)
-        buffers = bucket.from_group_ranks or [None]
-        return _wide_sum(bucket, buffers, bucket.gathered, numel)
+            return _wide_sum(bucket, bucket.from_groups, ours, total)
+        return _wide_sum(bucket, bucket.from_group_ranks or [None], bucket.gathered, total)
 
     def _finish(self, index: int) -> None:
         """Write the other groups' sums to the group's memory, and notify the group."""
@@ -387,14 +389,14 @@ def _indices(which: NDArray[np.bool_]) -> list[int]:
 
 
 def _wide_sum(
-    bucket: BucketState, buffers: Sequence[ReceiveBuffer | None], ours: Sequence[Piece], numel: int
+    bucket: BucketState, buffers: Sequence[ReceiveBuffer | None], ours: Sequence[Piece], out: Tensor
 ) -> Tensor:
-    """Sum wide contributions in order, (numel,); this rank's are `ours`, whose buffer is None."""
+    """Sum wide contributions in order to `out`; this rank's are `ours`, whose buffer is None."""
     among_groups = buffers is bucket.from_groups
     dtype = bucket.group_dtype if among_groups else bucket.sums.dtype
-    parts = [ours if r is None else [(0, numel, r.values.view(dtype))] for r in buffers]
+    parts = [ours if r is None else [(0, len(out), r.values.view(dtype))] for r in buffers]
     weights = [bucket.weight if r is None else r.weight for r in buffers]
-    return add_up_wide(parts, weights, numel)
+    return add_up_wide(parts, weights, out)
 
 
 def _union(flags: Sequence[Flags]) -> Flags:
