@@ -63,7 +63,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         run = session.run
         refuse_shared_gpu(run.context.sharing, config.sync.sync)
         session.resume()
-        record_training(config, session)
+        record_training(config, session, supervised=survives)
         if run.leads and session.folder is not None:
             write_class_names(session.folder, sources)
         trainer = build_trainer(config, session, sources)

@@ -75,6 +75,10 @@ class OutputConfig:
     default, their checksums are compared as often as this takes less than 0.1% of the time, and
     before a checkpoint is saved; a run whose workers differ stops. Machine 0's setting is used."""
 
+    price_per_hour: float = 0.0
+    """Price of a machine per hour, in any currency: the price of the run is shown with what else it
+    cost. 0: no price is shown."""
+
     trace_steps: str = ""
     """Steps to trace, FIRST:LAST, counted from 0. Records every wait, put and notification of all
     ranks on a common clock, in a trace file for Perfetto or chrome://tracing in the run's folder.
@@ -89,6 +93,7 @@ class OutputConfig:
         self.traced  # noqa: B018 - raises where the steps can't be read
         self.trackers  # noqa: B018 - raises where there is no such tracker
         at_least(self, 0, "checkpoint_steps", "checkpoint_minutes", "snapshot_memory_mb")
+        at_least(self, 0, "price_per_hour")
         at_least(self, 1, "keep_checkpoints")
 
     @property

@@ -27,7 +27,7 @@ _OWN = frozenset(
         *("train_data", "test_data", "config", "resume", "reset_optimizer"),
         *("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         *("snapshots", "snapshot_memory_mb", "snapshot_copies", "replica_check"),
-        *("trace_steps", "tracker"),
+        *("trace_steps", "tracker", "price_per_hour"),
         *("max_loss_at", "shares", "average_through", "average_server"),
         *("num_servers", "parameter_servers"),
     }
@@ -37,7 +37,7 @@ _OWN = frozenset(
 _STARTED = (
     *("train_data", "test_data", "gpus", "num_gpus", "num_workers"),
     *("max_loss_at", "shares", "average_through", "average_server"),
-    *("num_servers", "parameter_servers"),
+    *("num_servers", "parameter_servers", "price_per_hour"),
 )
 
 # Hyperparameters that a later start of a run may edit: from then on, they hold.

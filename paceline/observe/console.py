@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from paceline.errors import many
+from paceline.observe.cost.cost import Cost
 from paceline.observe.csv_log import CsvLog
 from paceline.observe.last_state import best_sentence
 from paceline.observe.progress_rate import ProgressRate, duration
@@ -54,6 +55,7 @@ class Console(NullRecorder):
             straggler (rank, seconds, share, stage: what `run/straggler.py` has found, or None).
         speeds: milliseconds (a sample, by rank), slowest (a rank, or None).
         note: text.
+        cost: the fields of `Cost`; the last ones are shown at the end.
         end: best (the best test accuracy, or None), best_epoch, weights (paths of the files).
 
     Args:
@@ -93,6 +95,7 @@ class Console(NullRecorder):
         self._slowest = ""  # the rank that is slower than others
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
         self._per_epoch = 0
+        self._cost: Cost | None = None
 
     def event(self, name: str, **fields: Any) -> None:
         """Show what happened, or take note of it for the next look."""
@@ -102,6 +105,7 @@ class Console(NullRecorder):
             "evaluate": self._evaluate,
             "epoch": self._epoch,
             "speeds": self._speeds,
+            "cost": self._keep_cost,
             "note": lambda fields: self._terminal.line(fields["text"]),
             "end": self._end,
         }
@@ -202,10 +206,15 @@ class Console(NullRecorder):
         text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
         self._terminal.line(text, style="bold")
 
+    def _keep_cost(self, fields: Mapping[str, Any]) -> None:
+        self._cost = Cost.of_event(fields)
+
     def _end(self, fields: Mapping[str, Any]) -> None:
         took = f"Finished after {duration(self._clock() - self._started)}"
         best = best_sentence(fields.get("best"), fields.get("best_epoch"))
         self._terminal.line(f"{took}; {best}." if best else f"{took}.")
+        if self._cost is not None:
+            self._terminal.line(f"Cost: {', '.join(self._cost.texts)}.")
         if fields.get("weights"):
             self._terminal.line(f"Weights: {', '.join(fields['weights'])}")
             run = Path(fields["weights"][0]).parent

@@ -28,6 +28,7 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
     change      generation g follows, without the lost members; why each was lost ("" if this member
                 has no evidence of it), the step from which it continues, and the seconds from the
                 detection to the decision
+    cost        what the run cost up to here, on all machines and in all its starts
     merge       with --sync average, before step s: a fragment's weights, as they were taken after
                 another step, are merged
 """
@@ -69,6 +70,10 @@ FIELDS = {
     "predicted": ("exchange", "milliseconds"),
     "change": ("generation", "members", "lost", "causes", "start", "seconds"),
     "merge": ("step", "fragment", "taken_after"),
+    "cost": (
+        *("generation", "processor_hours", "gpu_hours", "machine_hours"),
+        *("processor_kwh", "gpu_kwh", "price"),
+    ),
     "end": (),
 }
 # Times and bytes of a step, where they were measured; `buckets` names what it waited for.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.cost.cost import Cost
 from paceline.observe.event_file import find_event_files
 
 _TAIL_BYTES = 65536
@@ -27,6 +28,7 @@ class LastState:
         best: the best test accuracy of all epochs, if it ended and had test data.
         best_epoch: the number of the epoch that has it.
         weights: paths of the files of weights, if it ended.
+        cost: what it cost, as far as it was counted; None: it wasn't.
         reason: why it ended before its last epoch, a clause; "": it didn't.
     """
 
@@ -38,6 +40,7 @@ class LastState:
     best_epoch: int | None = None
     weights: tuple[str, ...] = ()
     reason: str = ""
+    cost: Cost | None = None
 
 
 def best_sentence(best: float | None, epoch: int | None) -> str:
@@ -71,6 +74,7 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
     checkpoint = None
     ended = False
     result: Mapping[str, Any] = {}
+    cost: Cost | None = None
     for event in events:
         kind = event.get("event")
         number = event.get("generation")
@@ -81,6 +85,10 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
             steps = 0
             ended = False
             result = {}
+        if kind == "cost":
+            counted = Cost.of_event(event)
+            if cost is None or cost.processor_hours <= counted.processor_hours:
+                cost = counted
         if kind == "checkpoint":
             checkpoint = max(checkpoint or 0, event["step"])
         if number == generation:
@@ -100,6 +108,7 @@ def of_events(events: Iterable[Mapping[str, Any]]) -> LastState:
         best_epoch=result.get("best_epoch"),
         weights=tuple(result.get("weights", ())),
         reason=result.get("reason", ""),
+        cost=cost,
     )
 
 

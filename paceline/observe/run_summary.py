@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.errors import DataError, Message
+from paceline.observe.cost.cost import Cost
 from paceline.observe.last_state import last_state
 
 
@@ -26,6 +27,7 @@ class RunSummary:
         loss: the mean training loss of the last epoch.
         accuracy: the best test accuracy of all epochs.
         seconds: the time of all epochs, evaluations included.
+        cost: what it cost, of all its starts; None: it wasn't counted.
         images_per_second: over all machines, the mean of the epochs.
     """
 
@@ -39,6 +41,7 @@ class RunSummary:
     accuracy: float | None = None
     seconds: float | None = None
     images_per_second: float | None = None
+    cost: Cost | None = None
 
     @classmethod
     def of_folder(
@@ -55,7 +58,7 @@ class RunSummary:
             DataError: a file can't be read.
         """
         try:
-            steps = last_state(folder).steps
+            last = last_state(folder)
             rows = log_rows(folder)
         except OSError as error:
             raise DataError(
@@ -79,7 +82,8 @@ class RunSummary:
             flags=flags,
             finished=finished,
             active=active,
-            steps=steps,
+            steps=last.steps,
+            cost=last.cost,
             epochs=len(rows) if rows else None,
             **known,
         )

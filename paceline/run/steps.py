@@ -41,6 +41,7 @@ from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.run.first_step_checks import FirstStepChecks
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import Recovery
+from paceline.run.run_cost import RunCost
 from paceline.run.straggler import OwnTimes, Straggler
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
@@ -94,6 +95,7 @@ class Steps:
         durable: restores the durable state, where the next generation starts from that.
         speeds: measures the ranks' speeds; None: they aren't measured.
         first_step_checks: checks of the first steps of a script's loop; None: there are none.
+        cost: counts what the run costs; None: nothing does.
 
     Attributes:
         position: the run's position.
@@ -120,6 +122,7 @@ class Steps:
         speeds: WorkerSpeeds | None = None,
         first_step_checks: FirstStepChecks | None = None,
         parts: CheckpointParts | None = None,
+        cost: RunCost | None = None,
     ) -> None:
         self.speeds = speeds
         self._generation_checks = first_step_checks
@@ -130,6 +133,7 @@ class Steps:
         self.run = run
         self._writer = writer
         self._parts = parts
+        self._cost = cost
         self._seed = seed
         self._batch: BatchSlice | None = None  # of the step under way
         self._further = False  # that step trains the batch of the last one, too
@@ -439,6 +443,7 @@ class Steps:
         position.epoch += 1
         position.step = 0
         position.sums = [0.0] * self._value_count
+        self._count_cost()
         self.save(best=best)
 
     def improves(self, accuracy: float | None) -> bool:
@@ -685,7 +690,13 @@ class Steps:
         self._receive_summaries(before=self.position.number)
         return self.position
 
+    def _count_cost(self) -> None:
+        if self._cost is not None:
+            self._end_measured_steps()
+            self._cost.count()
+
     def _stop(self) -> None:
+        self._count_cost()
         self.save()
         self.finish(stopped=True)
         raise Stop

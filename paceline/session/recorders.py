@@ -13,6 +13,7 @@ from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.observe.console import Console, MachineConsole
+from paceline.observe.cost.cost_meter import CostMeter
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.leader_recorder import LeaderRecorder
 from paceline.observe.trackers.tracker import Tracker
@@ -22,12 +23,13 @@ from paceline.run.learning_rate import base_rate
 from paceline.session.session import Session
 
 
-def record_training(config: TrainConfig, session: Session) -> None:
+def record_training(config: TrainConfig, session: Session, *, supervised: bool = False) -> None:
     """Record a run of the command from now on, and show it.
 
     Args:
         config: the run's configuration.
         session: of this member, which knows where the run starts.
+        supervised: a supervisor has started all processes of the run on this machine.
     """
     assert session.folder is not None
     folder = session.folder
@@ -61,7 +63,9 @@ def record_training(config: TrainConfig, session: Session) -> None:
         group = run.context.world
         return [MachineConsole(group.machine, group.generation.members[0].machine)]
 
-    session.record(open_recorders, log, LeaderRecorder(_FirstOfMachine(run), open_console))
+    session.meter = CostMeter(session.device, supervised=supervised)
+    others = (log, session.meter, LeaderRecorder(_FirstOfMachine(run), open_console))
+    session.record(open_recorders, *others)
 
 
 def open_trackers_of(

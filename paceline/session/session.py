@@ -39,6 +39,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ServerLost
 from paceline.generation.notes import Notes
 from paceline.generation.run import Run
+from paceline.observe.cost.cost_meter import CostMeter
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
 from paceline.observe.loss_history import LossHistory
@@ -49,6 +50,7 @@ from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.autotune.server_proposal import ServerProposal
 from paceline.run.first_step_checks import FirstStepChecks
+from paceline.run.run_cost import RunCost
 from paceline.run.steps import Steps
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.connect import connect_run
@@ -97,6 +99,7 @@ class Session:
         position: the run's position, which each step advances.
         bound: closes what binds the models; each further call of `replicate` closes it, too.
         backup: exchanges backups of snapshots; None: no loss is survived.
+        meter: measures what this process costs; None: nothing does.
         steps: the steps of the models; None: there is no model yet.
         total_steps: the number of the run's steps; None: it isn't known.
     """
@@ -117,6 +120,7 @@ class Session:
     position: Position = field(default_factory=Position, init=False)
     bound: ExitStack = field(default_factory=ExitStack, init=False)
     backup: SnapshotBackup | None = field(default=None, init=False)
+    meter: CostMeter | None = field(default=None, init=False)
     steps: Steps | None = field(default=None, init=False)
     total_steps: int | None = field(default=None, init=False)
     _proposal: ServerProposal = field(default_factory=ServerProposal, init=False)
@@ -309,6 +313,9 @@ class Session:
         )
         # Workers that average don't wait in each step; a GPU's waits aren't measured.
         waits = training.replica.rounds is None and self.device.type == "cpu"
+        cost: RunCost | None = None
+        if self.meter is not None:
+            cost = RunCost(self.run, self.position, self.meter, output.price_per_hour)
         self.steps = Steps(
             training.replica,
             self.run,
@@ -325,6 +332,7 @@ class Session:
             speeds=speeds if waits else None,
             first_step_checks=first_step_checks,
             parts=self._parts,
+            cost=cost,
         )
         return self.steps
 

@@ -22,6 +22,7 @@ class Position:
         decode_device: the device that decodes images, where it was chosen by measurement; empty: it
             isn't chosen yet, or the user has named it.
         min_slice: the smallest number of samples of a slice that isn't empty (`small_slices`).
+        usage: what each start of a machine, and each GPU, has used since then (`run/run_cost.py`).
         snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
     """
 
@@ -35,6 +36,7 @@ class Position:
     decode_device: str = ""
     min_slice: int = 1
     shares: list[tuple[int, list[int]]] = field(default_factory=list)
+    usage: dict[str, list[float | None]] = field(default_factory=dict)
 
     def set(self, values: Mapping[str, Any]) -> None:
         """Replace the values of these fields."""

@@ -30,14 +30,17 @@ def test_runs_have_their_progress_and_results(capsys: pytest.CaptureFixture[str]
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
     results = ["finished", "2/2", "1.2500", "75.00%", "0:25", "40"]
-    assert cells[0] == ["fast", "resnet20", *results]
+    cost = "0.5 processor hours, 0.0625 kWh, price 1.00"
+    assert cells[0] == ["fast", "resnet20", *results, cost]
     assert cells[1][:3] == ["script", "a script's", "stopped, step 0"]
     stopped = ["stopped, step 20", "1/2", "1.5000", "75.00%", "0:10", "50"]
-    assert cells[2] == ["slow", "resnet20", *stopped]
+    assert cells[2] == ["slow", "resnet20", *stopped, cost.replace("1.00", "0.50")]
     assert main(["runs", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["run"] for one in found] == ["fast", "script", "slow"]
     assert (found[0]["accuracy"], found[0]["images_per_second"]) == (0.75, 40.0)
+    assert found[0]["cost"]["processor_kwh"] == 0.0625
+    assert found[1]["cost"] is None
 
 
 def test_a_comparison_has_the_flags_that_differ_and_all_results(
@@ -51,7 +54,7 @@ def test_a_comparison_has_the_flags_that_differ_and_all_results(
     text = capsys.readouterr().out
     assert "--base_learning_rate" in text
     assert "--model" not in text
-    assert all(result in text for result in ("75.00%", "0:25", "0:10"))
+    assert all(result in text for result in ("75.00%", "0:25", "0:10", "price 0.50"))
 
 
 @pytest.mark.parametrize(

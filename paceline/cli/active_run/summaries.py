@@ -9,7 +9,7 @@ from paceline.observe.progress_rate import duration
 from paceline.observe.run_summary import RunSummary
 from paceline.state.run_folder import is_finished, read_configuration
 
-RESULTS = ("state", "epochs", "loss", "accuracy", "time", "images/s")
+RESULTS = ("state", "epochs", "loss", "accuracy", "time", "images/s", "cost")
 """What a table shows of a run's progress and result."""
 
 
@@ -38,4 +38,5 @@ def results_of(one: RunSummary) -> list[str]:
         "" if one.accuracy is None else f"{one.accuracy:.2%}",
         "" if one.seconds is None else duration(one.seconds),
         "" if one.images_per_second is None else f"{one.images_per_second:,.0f}",
+        "" if one.cost is None else ", ".join(one.cost.texts),
     ]

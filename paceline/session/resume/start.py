@@ -97,6 +97,8 @@ class Start:
         if self.state is None:
             return Position()
         saved = self.state["position"]
+        if self.origin is not None:  # another run has paid for the steps before
+            saved = {**saved, "usage": {}}
         return Position(**{f.name: saved[f.name] for f in fields(Position) if f.name in saved})
 
     def restore(self, parts: Mapping[str, Any]) -> None:

@@ -56,7 +56,12 @@ def write_logged_run(folder: Path, rate: float, rows: Sequence[str], *, finished
     text = "\n".join(["# Namespace()", ",".join(COLUMNS), *rows, ""])
     (folder / "resnet20.log").write_text(text)
     step = {"event": "step", "generation": 0, "step": 20 * len(rows) - 1}
-    (folder / "events.a-0.jsonl").write_text(json.dumps(step) + "\n")
+    cost = {
+        **{"event": "cost", "generation": 0, "processor_hours": 0.5, "gpu_hours": 0.0},
+        **{"machine_hours": 0.25, "processor_kwh": 0.0625, "gpu_kwh": None, "price": 2 * rate},
+    }
+    lines = [step, cost] if rows else [step]
+    (folder / "events.a-0.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     if finished:
         (folder / "finished").write_text("finished\n")
 
