@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ZOO := build/zoo-venv
 
 # Each process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,7 +17,7 @@ GPU_MORE :=
 GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1
 GPU_OPTIONS ?= --json build/gpu.json
 
-.PHONY: setup demo test lint types nixl trackers bench site test-gpu gpu-wheels clean help
+.PHONY: setup demo test test-zoo lint types nixl trackers bench site test-gpu gpu-wheels clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -44,6 +45,17 @@ test: lint types ## Lint, types and all tests
 	$(BIN)/pytest -p tests.harness.processor_seconds -m 'not alone' \
 		--numprocesses logical --maxprocesses 4 --dist worksteal
 	$(BIN)/pytest -m alone
+
+test-zoo: $(ZOO)/.installed ## The tests of models of other packages; installs some 5 GB in build/
+	$(ZOO)/bin/pytest tests/zoo
+
+# torchvision and timm can't be imported beside torch's CPU wheel, but without a GPU they can.
+$(ZOO)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/pip install --quiet 'torch===2.13.0' 'torchvision==0.28.0'
+	$(ZOO)/bin/pip install --quiet --editable '.[torchvision,timm,hf,safetensors]' \
+		hypothesis psutil pytest pytest-timeout
+	@touch $(ZOO)/.installed
 
 nixl: setup ## The suites of windows over NIXL as well; installs some 400 MB more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[nixl]'

@@ -29,6 +29,7 @@ from paceline.config.predict import PredictConfig
 from paceline.config.runs import CompareConfig, PlotConfig, RunsConfig
 from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
+from paceline.config.zoo import ZooConfig
 
 FOLDER = Path(__file__).with_name("reference")
 WIDTH = 100
@@ -82,6 +83,7 @@ def documents() -> dict[str, str]:
         "evaluate": EvaluateConfig,
         "export": ExportConfig,
         "predict": PredictConfig,
+        "zoo": ZooConfig,
         "runs": RunsConfig,
         "compare": CompareConfig,
         "plot": PlotConfig,

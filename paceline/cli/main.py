@@ -30,6 +30,7 @@ COMMANDS = {
     "runs": ("paceline.cli.runs", "show the runs in a folder, and their results"),
     "compare": ("paceline.cli.compare", "show in what runs differ"),
     "plot": ("paceline.cli.plot", "plot the curves of runs"),
+    "zoo": ("paceline.cli.zoo", "list models, their sizes and published accuracies"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "stop": ("paceline.cli.active_run.stop", "end a run on all its machines, and save its state"),
     "status": (

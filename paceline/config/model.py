@@ -15,7 +15,8 @@ class ModelConfig:
     """Model and numeric precision."""
 
     model: str = ""
-    """Name of a built-in model (resnet18, …, resnet152; resnet20, resnet56 for CIFAR), or
+    """Name of a built-in model (resnet18, …, resnet152; resnet20, resnet56 for CIFAR), of another
+    package's (torchvision:NAME, timm:NAME, hf:NAME_OR_FOLDER; paceline zoo lists them), or
     package.module:function. The default, and Caffe2's value resnext, select
     resnet<num_layers>."""
 
@@ -39,8 +40,9 @@ class ModelConfig:
     """Compile the blocks of the model with torch.compile; start-up takes minutes longer."""
 
     load_model_path: Annotated[str, arg(aliases=("--weights",))] = ""
-    """Initialise the model from this file of weights: of a run, or any state dict of the model.
-    Caffe2's name of the flag is --load_model_path."""
+    """Initialise the model from this file of weights: of a run, or any state dict of the model; or,
+    for another package's model, from its published ones: pretrained, or their name. Caffe2's name
+    of the flag is --load_model_path."""
 
     freeze: tuple[str, ...] = ()
     """Don't train the parameters of these names, in which * is any text: --freeze "layer1.*"
@@ -62,7 +64,7 @@ class ModelConfig:
     @property
     def short_name(self) -> str:
         """The model's name, fit for a file's."""
-        return self.name.rpartition(":")[2].rpartition(".")[2]
+        return self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
     @property
     def weights_name(self) -> str:

@@ -1,4 +1,6 @@
-"""Models by name: the zoo's, and a user's own as `package.module:function`.
+"""Models by name: the zoo's, other packages' (`torchvision:resnet18`), and a user's own.
+
+A user's own is `package.module:function`.
 
 A user's own function gets `num_labels=` and `num_channels=`, each only if it takes an argument of
 that name, and returns an `nn.Module`.
@@ -13,10 +15,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.models.error_origin import described, is_ours
+from paceline.models.other_zoos import ZOOS, ZooEntry, zoo_of
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -29,12 +33,45 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet56": partial(ResNet, BasicBlock, (9, 9, 9), small=True),
 }
 
+# Top-1 accuracies on ImageNet-1K of torchvision's weights IMAGENET1K_V1, which are of the same
+# networks; on CIFAR-10, He et al. 2016, https://arxiv.org/abs/1512.03385, table 6.
+_PUBLISHED = {
+    "resnet18": ("ImageNet-1K", 1000, 0.69758),
+    "resnet34": ("ImageNet-1K", 1000, 0.73314),
+    "resnet50": ("ImageNet-1K", 1000, 0.76130),
+    "resnet101": ("ImageNet-1K", 1000, 0.77374),
+    "resnet152": ("ImageNet-1K", 1000, 0.78312),
+    "resnet20": ("CIFAR-10", 10, 0.9125),
+    "resnet56": ("CIFAR-10", 10, 0.9303),
+}
+_OTHERS = [f"{name}:NAME" for name in ZOOS]
+
+
+def own_entries() -> list[ZooEntry]:
+    """List the models of this zoo."""
+    entries = []
+    for name, (data, labels, accuracy) in _PUBLISHED.items():
+        count = count_parameters(name, labels)
+        entries.append(ZooEntry(name=name, parameters=count, accuracy=accuracy, data=data))
+    return entries
+
+
+def count_parameters(name: str, num_labels: int) -> int:
+    """Return the number of a model's trained values, without memory for them.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    with torch.device("meta"):
+        model = build_model(name, num_labels=num_labels, num_channels=3)
+    return sum(parameter.numel() for parameter in model.parameters())
+
 
 def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
     """Make a model with new weights, a pure function of torch's seed for the zoo's.
 
     Args:
-        name: a key of `MODELS`, or `package.module:function`.
+        name: a key of `MODELS`, a name of another zoo, or `package.module:function`.
         num_labels: classes.
         num_channels: channels of an image.
 
@@ -62,13 +99,16 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
 
 def model_factory(name: str, *, num_labels: int, num_channels: int) -> Callable[[], object]:
     """Find what makes a model, without making it; arguments and errors as in `build_model`."""
+    if (other := zoo_of(name)) is not None:
+        zoo, own = other
+        return zoo.factory(own, num_labels, num_channels)
     factory = _import(name) if ":" in name else MODELS.get(name)
     if factory is None:
         near = get_close_matches(name, MODELS, n=2)
         guess = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(
             f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
-            "package.module:function."
+            f"package.module:function, or one of another package as {', '.join(_OTHERS)}."
         )
     offered = {"num_labels": num_labels, "num_channels": num_channels}
     return partial(factory, **_accepted(name, factory, offered))

@@ -21,7 +21,6 @@ from paceline.session.exchange_checks import check_narrow, check_shares, refuse_
 from paceline.session.resume.start import check_order, check_origin
 from paceline.session.sources import Databases, labels_beyond, open_sources, order_of
 from paceline.session.stage_checks import check_stages
-from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.connections import refuse_shared_gpu
 from paceline.wiring.model import check_model, check_optimizer, refuse_emulation
@@ -57,8 +56,6 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
             raise ConfigError(
                 flag=flag, value=value, rule=rule, remedy=Message("add {--test_data}")
             )
-    if config.model.load_model_path:
-        check_weights(Path(config.model.load_model_path))
     on_cpu = world.use_cpu or not gpus
     if not on_cpu:
         refuse_gpu(config.sync)

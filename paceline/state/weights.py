@@ -130,35 +130,52 @@ def load_weights(
     else:
         check_integrity(path)
         state = load_file(path)
+    return install_weights(state, model, source=str(path), flag=flag, whole=whole)
+
+
+def install_weights(
+    state: Any, model: nn.Module, *, source: str, flag: str = "weights", whole: bool = False
+) -> tuple[str, ...]:
+    """Copy weights into the model, as `load_weights`, given what a file or a package has.
+
+    Args:
+        state: a state dict, or nested dicts with one.
+        model: receives them.
+        source: what messages call them.
+        flag: the option that gave them.
+        whole: refuse a last layer for another number of labels.
+    """
     fits = {name: fit(weights, model) for name, weights in _state_dicts(state).items()}
     if not fits:
         raise CheckpointError(
-            f"{path}: contains no named weights; give a file of a model's state_dict()."
+            f"{source}: contains no named weights; give a file of a model's state_dict()."
         )
     usable = sorted((name for name in fits if not fits[name].differences), key=_is_average)
     if not usable:
         name, nearest = max(fits.items(), key=lambda item: item[1].known)
         entry = f" (those in its entry {name})" if name else ""
-        zoo = _zoo_model(_state_dicts(state)[name])
+        said = getattr(state, "about", {}).get("model")
+        zoo = said or _zoo_model(_state_dicts(state)[name])
         remedy = f"Give --model {zoo}" if zoo else "Give the --model that they were trained with"
         raise ConfigError(
-            f"--{flag} {path}: the weights{entry} belong to another model: "
+            f"--{flag} {source}: the weights{entry} belong to another model: "
             f"{'; '.join(nearest.differences)}. {remedy}."
         )
     name, *others = usable
     if whole and fits[name].head:
+        wrong = fits[name].notes[0].rstrip(".").partition(":")[0]
         raise ConfigError(
-            f"--{flag} {path}: {fits[name].notes[0].rstrip('.').partition(':')[0]}, as of a model "
-            "for other labels: give weights of this run's labels."
+            f"--{flag} {source}: {wrong}, as of a model for other labels: give weights of this "
+            "run's labels."
         )
-    _require_numbers(path, fits[name].weights, model)
+    _require_numbers(source, fits[name].weights, model)
     model.load_state_dict(fits[name].weights, strict=False)
     notes = fits[name].notes
     if name and _RUN not in state:
         notes = [f"its entry {name} has the weights.", *notes]
     if others:
         notes = [*notes, f"other weights of such a model were left out: {', '.join(others)}."]
-    return tuple(f"{path}: {note}" for note in notes)
+    return tuple(f"{source}: {note}" for note in notes)
 
 
 def _zoo_model(state: Mapping[str, Any]) -> str:
@@ -191,7 +208,7 @@ def _state_dicts(state: Any, name: str = "", depth: int = 0) -> dict[str, Mappin
     return found
 
 
-def _require_numbers(path: Path, weights: Mapping[str, Any], model: nn.Module) -> None:
+def _require_numbers(source: str, weights: Mapping[str, Any], model: nn.Module) -> None:
     """Refuse weights of which no loss could be computed; a mask among the buffers may have inf."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {name: v for name, v in weights.items() if isinstance(v, torch.Tensor)}
@@ -203,8 +220,8 @@ def _require_numbers(path: Path, weights: Mapping[str, Any], model: nn.Module) -
     if wrong:
         count = f" (and {many(len(wrong) - 1, 'more tensor')})" if len(wrong) > 1 else ""
         raise CheckpointError(
-            f"{path}: {wrong[0]}{count} has values that are NaN or infinite, as of a training that "
-            "diverged: give weights of an earlier epoch."
+            f"{source}: {wrong[0]}{count} has values that are NaN or infinite, as of a training "
+            "that diverged: give weights of an earlier epoch."
         )
 
 

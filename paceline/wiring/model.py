@@ -19,12 +19,13 @@ from paceline.errors import ConfigError
 from paceline.generation.run import Run
 from paceline.models.compiled_blocks import blocks
 from paceline.models.frozen import freeze
+from paceline.models.other_zoos import pretrained_weights, zoo_of
 from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import MODELS, build_model, model_factory
 from paceline.replica.compiled_modules import compile_blocks
 from paceline.run.learning_rate import base_rate
 from paceline.run.precision import capabilities_of, computes_bfloat16
-from paceline.state.weights import load_weights
+from paceline.state.weights import check_weights, install_weights, load_weights
 from paceline.update.batch_norm import (
     BatchShare,
     batch_norms,
@@ -66,9 +67,8 @@ def make_model(
     model = build_model(
         config.model.name, num_labels=data.num_labels, num_channels=data.num_channels
     )
-    if config.model.load_model_path:
-        for note in load_weights(Path(config.model.load_model_path), model):
-            report(note)
+    for note in _initialise(model, config.model):
+        report(note)
     if note := freeze(model, config.model.freeze):
         report(note)
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
@@ -78,6 +78,16 @@ def make_model(
     if config.model.compile:
         compile_blocks(blocks(model))
     return model
+
+
+def _initialise(model: nn.Module, config: ModelConfig) -> tuple[str, ...]:
+    """Copy the given weights, of a file or published ones, into the model; return sentences."""
+    given = config.load_model_path
+    if not given:
+        return ()
+    if not Path(given).exists() and (found := pretrained_weights(config.name, given)) is not None:
+        return install_weights(found, model, source=f"{config.name} ({given})")
+    return load_weights(Path(given), model)
 
 
 def check_model(config: TrainConfig) -> None:
@@ -90,8 +100,21 @@ def check_model(config: TrainConfig) -> None:
     name = config.model.name
     offered = {"num_labels": config.data.num_labels, "num_channels": config.data.num_channels}
     model_factory(name, **offered)
+    given = config.model.load_model_path
+    other = zoo_of(name)
+    if given and not Path(given).exists() and other is not None:
+        known = other[0].weights_of(other[1])
+        if given not in known:
+            raise ConfigError(
+                flag="weights",
+                value=given,
+                rule=f"is neither a file nor published weights of {name}",
+                remedy=f"these are {', '.join(known)}",
+            )
+    elif given:
+        check_weights(Path(given))
     plain = config.optim.optimizer == OptimConfig.optimizer and not config.model.freeze
-    if plain or name not in MODELS:
+    if plain or (name not in MODELS and other is None):
         return
     with torch.device("meta"):
         model = build_model(name, **offered)

@@ -71,7 +71,7 @@ def too_large(num_labels):
 number = 3
 '''
 )
-ZOO = "The zoo has resnet18, .*, resnet56; give your own as package.module:function."
+ZOO = "The zoo has resnet18, .*, resnet56; give your own as package.module:function, or one .*"
 AT_ONCE = {
     "resnet21": rf"There is no model resnet21: did you mean resnet20 or resnet18\? {ZOO}",
     "own.net": f"There is no model own.net: {ZOO}",

@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.main import main
 
 COMMANDS = [
-    *("train", "launch", "serve", "stop", "status", "ledger", "plan", "plot"),
+    *("train", "launch", "serve", "stop", "status", "ledger", "plan", "plot", "zoo"),
     *("db create", "db convert", "db info"),
 ]
 
