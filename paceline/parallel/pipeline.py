@@ -23,6 +23,7 @@ from paceline.comm.communicator import require_same_call
 from paceline.errors import ConfigError
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
+from paceline.parallel.blocks import tensors_in
 from paceline.parallel.interpreter import Interpreter, Microbatches, Releases, TaskTime
 from paceline.parallel.link import StageLink
 from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
@@ -107,7 +108,8 @@ class Pipeline:
                 "of labels, a sample."
             )
         boundaries = self._boundaries(_TRAINING, x, y)
-        losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.options.microbatches)]
+        each = zip(_cut(y, self.options.microbatches), boundaries, strict=True)
+        losses = [self._loss_of(labels, len(x), of_stages[-1]) for labels, of_stages in each]
         interpreter = self._interpreter(part, parameters, x, boundaries, losses)
         own = self.schedule[self._stage]
         tasks = [task for task in own if task.microbatch < len(losses)]
@@ -140,10 +142,12 @@ class Pipeline:
         tasks = [Task("forward", m) for m in range(len(boundaries))]
         interpreter.run(tasks, self.releases, self.run.timeline.clock)
         outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
+        for output, of_stages in zip(outputs, boundaries, strict=False):
+            _require_whole(output, of_stages[-1])
         if self._link is None:
             return _joined(outputs)
         self._link.settle()
-        tensors = _tensors(_joined(outputs)) if outputs else None
+        tensors = tensors_in(_joined(outputs)) if outputs else None
         of_last = [each[-1] for each in boundaries]
         shared = [
             self._share(
@@ -239,8 +243,9 @@ class Pipeline:
             self._batches = 0
             context.keep("stages", self._link)
 
-    def _loss_of(self, labels: Tensor, samples: int) -> Callable[[Any], Tensor]:
+    def _loss_of(self, labels: Tensor, samples: int, whole: Boundary) -> Callable[[Any], Tensor]:
         def weighted(output: Any) -> Tensor:
+            _require_whole(output, whole)
             loss = self.options.loss(output, labels)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
@@ -266,13 +271,20 @@ def _checksum(labels: Tensor) -> int:
     return zlib.crc32(labels.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
+def _require_whole(output: Any, whole: Boundary) -> None:
+    """Require that the last stage returns what the whole model does, not a tensor rank's part."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+    expected = [spec.shape for spec in whole.specs]
+    if shapes != expected:
+        raise ConfigError(
+            f"the last stage returns the shapes {shapes}, but the whole model {expected}: let the "
+            "plan's last layer return all of its output on each tensor rank, as 'colwise_rep' does."
+        )
+
+
 def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:
     """Cut a batch into microbatches; of a small one, into one a sample."""
     return [*batch.tensor_split(min(microbatches, len(batch)))]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [*value]
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
