@@ -68,6 +68,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         config.sync,
         {
             "sync_bn": config.model.sync_bn,
+            "ema": config.optim.ema,
             "clip_norm": config.optim.clip_norm,
             "clip_value": config.optim.clip_value,
             "dtype": config.model.dtype if config.model.dtype == "float16" else "",
@@ -83,6 +84,15 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
                 "{--sync_bn} was given with {--sync} average, where workers compute apart: leave "
                 "it out; running statistics are averaged with the weights."
             )
+        )
+    if config.optim.ema and (average is not None or config.sync.narrow):
+        given = "--sync average" if average is not None else "--param_dtype"
+        reason = "workers have different weights" if average is not None else "weights have 16 bits"
+        raise ConfigError(
+            flag="ema",
+            value=config.optim.ema,
+            rule=f"doesn't go with {given}, where {reason}",
+            remedy="leave one of them out",
         )
     if config.sync.transport == "nixl":
         require_nixl()
