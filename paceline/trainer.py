@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
 from paceline.data.loader import Batch
+from paceline.data.mixup import first_labels
 from paceline.errors import many
 from paceline.models.output_check import explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
@@ -37,6 +38,7 @@ class Trainer:
     `about` describes the model in the files of its weights.
     `convergence` ends it before the last of its `epochs`. `fixed` are modules that compute as in an
     evaluation while the others train. `average` is evaluated and written in place of the weights.
+    `mixed_criterion` is the loss of training samples that are mixed; None: they aren't.
     `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
     """
 
@@ -59,6 +61,7 @@ class Trainer:
     convergence: Convergence
     fixed: tuple[nn.Module, ...] = ()
     average: MovingAverage | None = None
+    mixed_criterion: nn.Module | None = None
     staged: StagedPass | None = None
 
     @cached_property
@@ -163,9 +166,10 @@ class Trainer:
         logits = self.predictor.logits(batch.images)
         if self.average is not None:
             self.average.update(self.model, self.schedule.last_epoch)
-        loss = self.predictor.loss(self.criterion, logits, batch.labels)
+        loss = self.predictor.loss(self.mixed_criterion or self.criterion, logits, batch.labels)
         updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-        add_scores(sums, loss.detach(), logits.detach(), batch.labels, batch.place.count)
+        labels = batch.labels if self.mixed_criterion is None else first_labels(batch.labels)
+        add_scores(sums, loss.detach(), logits.detach(), labels, batch.place.count)
         return updated
 
     def _evaluate(self, epoch: int) -> Scores:

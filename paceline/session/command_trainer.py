@@ -17,6 +17,7 @@ from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.config.average import require_merge
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
+from paceline.data.mixup import MixedCrossEntropy
 from paceline.generation.run import Run
 from paceline.models.frozen import fixed_norms
 from paceline.observe.loss_watch import LossWatch
@@ -243,6 +244,7 @@ def build_trainer(
         num_labels=config.data.num_labels,
         convergence=Convergence(target_accuracy=optim.target_accuracy, patience=optim.patience),
         average=average_of_weights,
+        mixed_criterion=MixedCrossEntropy(optim.label_smoothing) if optim.mixup else None,
         fixed=fixed_norms(model, config.model.freeze),
         staged=staged,
     )

@@ -35,6 +35,7 @@ CASES = {
     ),
     "freeze": ("--freeze", "*.0.*", "*.1.*", "--sync", "notified"),
     "ema": ("--ema", "0.8", "--sync", "notified", "--update", "sharded"),
+    "mixup": ("--mixup", "0.4", "--label_smoothing", "0.1", "--sync", "notified"),
     "smoothing": ("--label_smoothing", "0.2", "--sync", "notified"),
 }
 

@@ -43,6 +43,16 @@ COMMANDS = {
     ),
 }
 FLAGS = {
+    "mixed images of a GPU": Bad(
+        command="--mixup 0.2 --decode_device auto",
+        message="--mixup 0.2: doesn't go with --decode_device auto: processes mix images; leave "
+        "one of them out.",
+    ),
+    "mixed images of stages": Bad(
+        command="--mixup 0.2 --stages 2 --num_workers 2",
+        message="--mixup 0.2: doesn't go with --stages 2: stages compute the loss of plain labels; "
+        "leave it out.",
+    ),
     "an average without end": Bad(
         command="--ema 1", message=r"--ema 1.0: must be at least 0 and less than 1\."
     ),
