@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes.command import Result
+from tests.harness.processes.fault_runs import proof_of
 from tests.harness.processes.launcher_commands import run
 
 MESH = ("-m", "tests.harness.library.mesh_script")
@@ -63,6 +64,9 @@ def test_a_replica_of_stages_that_loses_a_tensor_rank_leaves_and_the_other_conti
     assert ended.text.count(". 4 processes continue from step ") == 1, ended.text
     assert ended.text.count("This process had a replica of the model with it") == 3
     require_exact(ended, 4)
+    proof = proof_of(tmp_path / "runs" / "r")
+    assert proof.exact, proof.faults
+    assert [account.once for account in proof.accounts] == [50, 50]
 
 
 def test_a_replica_that_loses_a_tensor_rank_leaves_and_the_other_continues(tmp_path: Path) -> None:
