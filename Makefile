@@ -73,7 +73,7 @@ bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/checkpoint.py
 
 site: setup ## The documents as a site with search, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 test-gpu: ## Correctness and speed on a GPU, in under five minutes
 	@mkdir -p build

@@ -1,6 +1,7 @@
 """What the site has besides the pages in docs/: hooks of `mkdocs build`.
 
     README.md, CONTRIBUTING.md, CHANGELOG.md  ──▶  index.md, contributing.md, changes.md
+    docs/NAME.ipynb, with the stored outputs  ──▶  NAME.md, and its pictures
     the public names, with their types        ──▶  reference/signatures.md, by mkdocstrings
 
 A link follows the file that it names to its page; one to a file that has no page becomes its text.
@@ -8,6 +9,7 @@ A link follows the file that it names to its page; one to a file that has no pag
 
 from __future__ import annotations
 
+import base64
 import json
 import posixpath
 import re
@@ -42,6 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose text isn't in docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for notebook in (ROOT / "docs").glob("*.ipynb"):
+        for name, content in _shown(notebook).items():
+            files.append(File.generated(config, name, content=content))
     files.append(File.generated(config, "reference/signatures.md", content="".join(_signatures())))
     return files
 
@@ -57,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not path:
             return link[0]
         source = posixpath.normpath(posixpath.join(folder, path))
-        uri = PAGES.get(source, source.removeprefix("docs/"))
+        uri = PAGES.get(source, re.sub(r"\.ipynb$", ".md", source.removeprefix("docs/")))
         if uri not in files.src_uris:
             return text
         shown = posixpath.relpath(uri, posixpath.dirname(here) or ".")
@@ -66,6 +71,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = _FENCED.split(markdown)
     parts[::2] = [_LINK.sub(followed, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def _shown(notebook: Path) -> dict[str, str | bytes]:
+    """Return the page of a notebook, and its pictures, by their names on the site."""
+    page = []
+    pictures: dict[str, str | bytes] = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            page.append(source)
+            continue
+        magic, language = re.match(r"(%%(\w+).*\n)?", source).groups()
+        source = source.removeprefix(magic or "")
+        page.append(f"```{'sh' if language == 'bash' else 'python'}\n{source}\n```")
+        for output in cell["outputs"]:
+            if png := output.get("data", {}).get("image/png"):
+                name = f"{notebook.stem}-{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode("".join(png))
+                page.append(f"![]({name})")
+            else:
+                page.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+    return {f"{notebook.stem}.md": "\n\n".join(page), **pictures}
 
 
 def _signatures() -> Iterator[str]:

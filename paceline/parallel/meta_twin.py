@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,22 @@ class TensorSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-Boundary = tuple[TensorSpec, ...]
-"""The tensors that a stage returns."""
+@dataclass(frozen=True)
+class Boundary:
+    """What a stage returns: some tensors, or one that isn't in a tuple.
+
+    Attributes:
+        specs: of the tensors.
+        single: whether it is one tensor.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    single: bool
+
+    @property
+    def bytes(self) -> int:
+        """The size of all values."""
+        return sum(spec.bytes for spec in self.specs)
 
 
 class MetaTwin:
@@ -159,7 +174,8 @@ def _boundary(value: object, stage: int) -> Boundary:
             f"stage {stage} returns {len(tensors)} tensors, but at most {MOST_TENSORS} travel "
             "between stages: cut the model at another block, or join them."
         )
-    return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
+    specs = tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
+    return Boundary(specs, isinstance(value, Tensor))
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

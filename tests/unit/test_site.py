@@ -101,6 +101,14 @@ def test_a_list_or_a_table_is_one_and_no_comment_is_shown(site: Path) -> None:
         )
 
 
+def test_the_tutorial_has_its_text_its_outputs_and_its_pictures(
+    site: Path, pages: dict[Path, Reader]
+) -> None:
+    page = site / "tutorial-synchronous-sgd.html"
+    assert sum(url.startswith("tutorial-") for url in pages[page].loaded) == 4
+    assert "each sample was trained exactly once, in 72 steps" in page.read_text()
+
+
 def test_the_search_finds_pages_by_their_sections(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text())
     titles = {entry["location"]: entry["title"] for entry in index["docs"]}
