@@ -15,12 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
 from paceline.data.loader import Batch
+from paceline.data.mixup import first_labels
 from paceline.errors import many
 from paceline.models.output_check import explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.convergence import Convergence
+from paceline.run.moving_average import MovingAverage
 from paceline.run.precision import Precision
 from paceline.run.predictor import EvaluationSums, Predictor, evaluated
 from paceline.run.small_slices import SmallSlices
@@ -35,8 +37,9 @@ class Trainer:
 
     `about` describes the model in the files of its weights.
     `convergence` ends it before the last of its `epochs`. `fixed` are modules that compute as in an
-    evaluation while the others train. `staged` trains the batches of a model
-    that is a pipeline's stage; None: it is whole.
+    evaluation while the others train. `average` is evaluated and written in place of the weights.
+    `mixed_criterion` is the loss of training samples that are mixed; None: they aren't.
+    `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
     """
 
     model: nn.Module
@@ -57,12 +60,22 @@ class Trainer:
     num_labels: int
     convergence: Convergence
     fixed: tuple[nn.Module, ...] = ()
+    average: MovingAverage | None = None
+    mixed_criterion: nn.Module | None = None
     staged: StagedPass | None = None
 
     @cached_property
     def predictor(self) -> Predictor:
         """The model's forward pass."""
-        return Predictor(model=self.model, precision=self.precision, num_labels=self.num_labels)
+        return self._predictor_of(self.model)
+
+    @cached_property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated and written: the average of its weights, if there is one."""
+        return self.model if self.average is None else self.average.model
+
+    def _predictor_of(self, model: nn.Module) -> Predictor:
+        return Predictor(model=model, precision=self.precision, num_labels=self.num_labels)
 
     def run(self) -> None:
         """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
@@ -116,7 +129,7 @@ class Trainer:
         if self.staged is not None:  # all stages have a part
             state = self.staged.stage.whole_state_dict()
         elif leads:
-            state = self.model.state_dict()
+            state = self.evaluated.state_dict()
         if leads and state is not None:
             _, workers = self.steps.run.rank_and_size()
             about = {**self.about, "workers": workers, "threads": torch.get_num_threads()}
@@ -128,7 +141,10 @@ class Trainer:
             module.eval()
         for step in range(self.steps.position.step, self.train.steps):
             self._train_step(self.train.batch(epoch, step))
-        return scores(self.steps.end_steps(merge=epoch + 1 == self.epochs))
+        ended = scores(self.steps.end_steps(merge=epoch + 1 == self.epochs))
+        if self.average is not None:
+            self.average.end_epoch(self.model, self.schedule.last_epoch)
+        return ended
 
     def _train_step(self, batch: Batch) -> None:
         rate = self.schedule.get_last_lr()[0]
@@ -148,9 +164,12 @@ class Trainer:
             self.staged.train(batch, sums)
             return self.precision.update(self.replica, self.optimizer)
         logits = self.predictor.logits(batch.images)
-        loss = self.predictor.loss(self.criterion, logits, batch.labels)
+        if self.average is not None:
+            self.average.update(self.model, self.schedule.last_epoch)
+        loss = self.predictor.loss(self.mixed_criterion or self.criterion, logits, batch.labels)
         updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-        add_scores(sums, loss.detach(), logits.detach(), batch.labels, batch.place.count)
+        labels = batch.labels if self.mixed_criterion is None else first_labels(batch.labels)
+        add_scores(sums, loss.detach(), logits.detach(), labels, batch.place.count)
         return updated
 
     def _evaluate(self, epoch: int) -> Scores:
@@ -158,7 +177,8 @@ class Trainer:
         run = self.steps.run
         self.model.eval()
         _, workers = run.rank_and_size()
-        sums = EvaluationSums(self.predictor, self.criterion, workers, self.device)
+        predictor = self.predictor if self.average is None else self._predictor_of(self.evaluated)
+        sums = EvaluationSums(predictor, self.criterion, workers, self.device)
         for step in range(self.test.steps):
             sums.add(self.test.batch(epoch, step))
             run.recorder.event("evaluate", step=step, steps=self.test.steps)

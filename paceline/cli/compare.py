@@ -12,6 +12,7 @@ from paceline.cli.active_run.summaries import RESULTS, results_of, summary_of
 from paceline.cli.flags import parse
 from paceline.cli.tables import table_console, table_of
 from paceline.config.runs import CompareConfig
+from paceline.errors import ConfigError, Message
 from paceline.observe.run_summary import RunSummary
 
 _DESCRIPTION = """\
@@ -26,12 +27,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command after `paceline compare`; return its exit status.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run, or the runs have nothing in common to compare.
         PacelineError: a file can't be read.
         SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(CompareConfig, argv, prog="paceline compare", description=_DESCRIPTION)
     summaries = [summary_of(find_run(run, Path(config.output_dir))) for run in config.runs]
+    _require_comparable(summaries)
     differences = dict(_differences(summaries))
     if config.json:
         runs = [one.as_json() for one in summaries]
@@ -43,9 +45,31 @@ def main(argv: Sequence[str]) -> int:
     table.add_section()
     columns = zip(*map(results_of, summaries), strict=True)
     for name, results in zip(RESULTS, columns, strict=True):
-        table.add_row(name, *results)
+        if any(results):
+            table.add_row(name, *results)
     table_console().print(table)
     return 0
+
+
+def _require_comparable(summaries: Sequence[RunSummary]) -> None:
+    for one in summaries:
+        if not one.steps and not one.epochs:
+            raise ConfigError(
+                Message(
+                    "{}: no step of this run is recorded: there is nothing to compare.", one.run
+                )
+            )
+    script = next((one.run for one in summaries if not one.is_of_command), None)
+    other = next((one.run for one in summaries if one.is_of_command), None)
+    if script is not None and other is not None:
+        raise ConfigError(
+            Message(
+                "{} is the run of a script, and {} one of paceline train: they have no flags and "
+                "no log in common. Compare runs of one kind.",
+                script,
+                other,
+            )
+        )
 
 
 def _differences(summaries: Sequence[RunSummary]) -> Iterator[tuple[str, list[Any]]]:

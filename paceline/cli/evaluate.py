@@ -12,6 +12,7 @@ from rich.console import Console
 
 from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
+from paceline.cli.output_file import write_output
 from paceline.cli.progress import meter
 from paceline.cli.run_images import open_test_data
 from paceline.cli.tables import table_console, table_of
@@ -20,6 +21,8 @@ from paceline.errors import ConfigError, Message
 from paceline.inference.evaluation import Evaluation, evaluate, most_confused
 from paceline.inference.trained_model import TrainedModel
 from paceline.observe.event_file import find_event_files, read_events
+from paceline.observe.plots.confusion import confusion_png
+from paceline.observe.plots.panels import require_matplotlib
 from paceline.session.sources import order_of
 
 _DESCRIPTION = """\
@@ -30,6 +33,7 @@ With the database and the device of the run's own evaluations, the result is the
 Examples:
   paceline evaluate digits
   paceline evaluate runs/digits --test_data other-lmdb --weights last --confusion
+  paceline evaluate digits --confusion_png confusion.png
   paceline evaluate runs/digits/resnet20_model.pt --test_data test-lmdb --json"""
 
 _WIDEST = 30  # classes of a printed matrix
@@ -44,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(EvaluateConfig, argv, prog="paceline evaluate", description=_DESCRIPTION)
+    if config.confusion_png:
+        require_matplotlib()
     folder, file = find_run_or_weights(config.run, Path(config.output_dir))
     cuda = torch.cuda.is_available() and not config.use_cpu
     device = torch.device("cuda" if cuda else "cpu")
@@ -60,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
             decode_workers=config.decode_workers,
             meter=shown,
         )
+    if config.confusion_png:
+        picture = confusion_png(result.confusion.tolist(), trained.names)
+        write_output("confusion_png", config.confusion_png, picture)
     if config.json:
         print(json.dumps(_as_json(result, trained.names)))
     else:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.atomic_write import write_atomically
 from paceline.cli.active_run.find_run import find_run
 from paceline.cli.active_run.summaries import RESULTS, results_of, summary_of
 from paceline.cli.flags import parse
+from paceline.cli.output_file import write_output
 from paceline.config.runs import PlotConfig
 from paceline.errors import ConfigError, Message, many
 from paceline.observe.plots.page import page_of
@@ -58,15 +58,7 @@ def main(argv: Sequence[str]) -> int:
         content = png_of(curves, names)
     else:
         content = page_of(curves, names, RESULTS, [results_of(one.summary) for one in curves])
-    try:
-        write_atomically(output, content)
-    except OSError as error:
-        raise ConfigError(
-            flag="output",
-            value=config.output,
-            rule=f"it can't be written ({error.strerror})",
-            remedy="give a path in a folder that you can write",
-        ) from error
+    write_output("output", config.output, content)
     print(f"{output}: {many(len(curves), 'run')}.")
     return 0
 

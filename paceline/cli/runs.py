@@ -55,7 +55,7 @@ def _print(summaries: Sequence[RunSummary], console: Console) -> None:
 
 
 def _model(one: RunSummary) -> str:
-    if "num_epochs" not in one.flags:
+    if not one.is_of_command:
         return "a script's"
     model = one.flags.get("model")
     return str(model or f"resnet{one.flags.get('num_layers', 50)}")

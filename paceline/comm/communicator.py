@@ -267,6 +267,26 @@ def gather_bytes(communicator: Communicator, data: bytes, operation: str) -> lis
     return [part.numpy().tobytes() for part in flat.split(sizes)]
 
 
+def gather_states(communicator: Communicator, state: Any, operation: str) -> list[Any]:
+    """Return each rank's tree of tensors and plain values on all ranks; collective.
+
+    The tensors are in this machine's memory.
+
+    Args:
+        communicator: the ranks.
+        state: this rank's.
+        operation: the name of the operation, for errors.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    data = io.BytesIO()
+    torch.save(state, data)
+    gathered = gather_bytes(communicator, data.getvalue(), operation)
+    states = (io.BytesIO(each) for each in gathered)
+    return [torch.load(each, map_location="cpu", weights_only=True) for each in states]
+
+
 def broadcast_state(communicator: Communicator, state: Any, operation: str) -> Any:
     """Return rank 0's tree of tensors and plain values on all ranks, in this machine's memory.
 

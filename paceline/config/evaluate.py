@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from paceline.config.data import MAX_DECODE_WORKERS
 from paceline.config.rules import at_least, within
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,20 @@ class EvaluateConfig:
     confusion: bool = False
     """Print how many images of each class were taken for which."""
 
+    confusion_png: str = ""
+    """Draw these counts as a picture: NAME.png."""
+
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
+        if self.confusion_png and not self.confusion_png.lower().endswith(".png"):
+            raise ConfigError(
+                flag="confusion_png",
+                value=self.confusion_png,
+                rule="must end in .png",
+                remedy="give a name such as confusion.png",
+            )
         if self.run_workers is not None:
             at_least(self, 1, "run_workers")
         if self.decode_workers is not None:

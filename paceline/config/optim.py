@@ -54,6 +54,14 @@ class OptimConfig:
     scale_lr: bool = False
     """Multiply the learning rate by (global batch size / 256): the linear scaling rule."""
 
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999, which is evaluated and
+    written in their place. 0: none."""
+
+    mixup: float = 0.0
+    """Alpha of mixup, such as 0.2: each image, and its label, is mixed with another one's. 0: none.
+    Each image then costs two decoded ones."""
+
     label_smoothing: float = 0.0
     """Label smoothing factor: the fraction of the target that is distributed over all classes."""
 
@@ -90,5 +98,7 @@ class OptimConfig:
         positive("base_learning_rate", self.base_learning_rate)
         within("momentum", self.momentum, 0, 1)
         at_least(self, 0, "weight_decay", "warmup_epochs", "clip_norm", "clip_value", "max_loss")
+        at_least(self, 0, "mixup")
+        within("ema", self.ema, 0, 1)
         within("label_smoothing", self.label_smoothing, 0, 1)
         within("seed", self.seed, 0, 2**63)

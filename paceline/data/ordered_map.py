@@ -9,7 +9,6 @@ is bounded by the buffers in flight.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from paceline.data.decoding.chunk_queue import MAX_WORKERS
 from paceline.data.decoding.decode_pool import DecodePool, Work
+from paceline.data.decoding.usable_cores import usable_cores
 from paceline.data.order import Indices
 from paceline.data.source import Pixels
 from paceline.errors import DataError
@@ -99,7 +99,7 @@ def ordered_map(
         DataError: the function has raised an error, or ended its process again and again, there
             isn't enough memory, or a disk doesn't respond.
     """
-    workers = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS)
+    workers = min(workers or usable_cores(), MAX_WORKERS)
     processes = workers - 1 if len(items) >= _FEW else 0
     maker = _ItemMaker(function, items, noun)
     pool = DecodePool(processes, thread=True, alone="--workers 1")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from paceline.config.data import MAX_DECODE_WORKERS
+from paceline.data.decoding.usable_cores import usable_cores
 
 _FEW = 200  # images that one thread has decoded before processes would have begun
 
@@ -18,5 +17,4 @@ def decode_processes(images: int, given: int | None) -> int:
     """
     if given is not None:
         return given
-    cores = len(os.sched_getaffinity(0))
-    return 0 if images < _FEW else min(cores - 1, MAX_DECODE_WORKERS)
+    return 0 if images < _FEW else min(usable_cores() - 1, MAX_DECODE_WORKERS)

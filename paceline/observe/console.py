@@ -219,6 +219,8 @@ class Console(NullRecorder):
             self._terminal.line(f"Weights: {', '.join(fields['weights'])}")
             run = Path(fields["weights"][0]).parent
             self._terminal.line(f"Classify images: paceline predict {run} IMAGE …")
+            more = ", ".join(f"paceline {name} {run}" for name in ("evaluate", "export", "plot"))
+            self._terminal.line(f"More: {more}, paceline compare {run} OTHER")
 
     def _show(self, what: str, done: int, steps: int, parts: list[str]) -> None:
         if not self._terminal.live:

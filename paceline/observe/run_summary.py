@@ -89,6 +89,11 @@ class RunSummary:
         )
 
     @property
+    def is_of_command(self) -> bool:
+        """Whether `paceline train` has trained it; else a script has."""
+        return "num_epochs" in self.flags
+
+    @property
     def state(self) -> str:
         """Whether it is finished, active, or where it stopped."""
         if self.active:

@@ -28,6 +28,11 @@ Glue = Mapping[str, tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | No
 """By a child's name: what runs before it and after it."""
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a value."""
+    return [value] if isinstance(value, Tensor) else [*value]
+
+
 def glue_of(model: nn.Module) -> Glue:
     """Return what a model of a known class does between its children."""
     if isinstance(model, ResNet):

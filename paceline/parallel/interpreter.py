@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from paceline.parallel.blocks import Value
+from paceline.parallel.blocks import Value, tensors_in
 from paceline.parallel.divided_backward import DividedBackward
 from paceline.parallel.link import StageLink
 from paceline.parallel.schedules import Task
@@ -115,12 +115,12 @@ class Interpreter:
         else:
             value = self._received(1, m)
             if torch.is_grad_enabled():
-                leaves = [x.requires_grad_(_differentiable(x)) for x in _tensors(value)]
+                leaves = [x.requires_grad_(_differentiable(x)) for x in tensors_in(value)]
                 value = tree_map(_same, value)
         output = self._part(value)
         if self._last and self._batch.losses:
             output = self._batch.losses[m](output)
-        ends = _tensors(output)
+        ends = tensors_in(output)
         if torch.is_grad_enabled():
             self._inputs[m] = leaves
             self._ends[m] = ends
@@ -161,7 +161,7 @@ class Interpreter:
         if self._last:
             self._gradients[m] = [None]
             return
-        arrived = iter(_tensors(self._received(-1, m)))
+        arrived = iter(tensors_in(self._received(-1, m)))
         self._gradients[m] = [
             next(arrived) if _differentiable(end) else None for end in self._ends[m]
         ]
@@ -213,7 +213,3 @@ def _same(x: Tensor) -> Tensor:
 
 def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [*value]

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from paceline.comm.window import Window, timed_out
 from paceline.errors import CommTimeout, ConfigError, PeerLost
 from paceline.generation.context import GenerationContext, WindowSpec
-from paceline.parallel.blocks import Value
+from paceline.parallel.blocks import Value, tensors_in
 from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
 from paceline.timeline.timeline import WAIT_FOR_STAGES
 
@@ -98,7 +98,7 @@ class StageLink:
 
     def _packed(self, value: Value) -> tuple[Tensor, list[Tensor]]:
         """Return the head of a value, and its tensors as they travel."""
-        tensors = [value] if isinstance(value, Tensor) else [*value]
+        tensors = tensors_in(value)
         form = [-1 if isinstance(value, Tensor) else len(tensors)]
         for tensor in tensors:
             if tensor.dtype not in _DTYPES or is_traceable_wrapper_subclass(tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +38,8 @@ class TensorSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """What a stage returns: some tensors, or one that isn't in a tuple.
-
-    Attributes:
-        specs: of the tensors.
-        single: whether it is one tensor.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    single: bool
-
-    @property
-    def bytes(self) -> int:
-        """The size of all values."""
-        return sum(spec.bytes for spec in self.specs)
+Boundary = tuple[TensorSpec, ...]
+"""The tensors that a stage returns."""
 
 
 class MetaTwin:
@@ -174,8 +159,7 @@ def _boundary(value: object, stage: int) -> Boundary:
             f"stage {stage} returns {len(tensors)} tensors, but at most {MOST_TENSORS} travel "
             "between stages: cut the model at another block, or join them."
         )
-    specs = tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
-    return Boundary(specs, isinstance(value, Tensor))
+    return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -18,11 +18,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from paceline.comm.communicator import require_same_call
+from paceline.comm.communicator import gather_states, require_same_call
 from paceline.errors import ConfigError
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
+from paceline.parallel.blocks import tensors_in
 from paceline.parallel.interpreter import Interpreter, Microbatches, Releases, TaskTime
 from paceline.parallel.link import StageLink
 from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
@@ -107,7 +109,8 @@ class Pipeline:
                 "of labels, a sample."
             )
         boundaries = self._boundaries(_TRAINING, x, y)
-        losses = [self._loss_of(labels, len(x)) for labels in _cut(y, self.options.microbatches)]
+        each = zip(_cut(y, self.options.microbatches), boundaries, strict=True)
+        losses = [self._loss_of(labels, len(x), of_stages[-1]) for labels, of_stages in each]
         interpreter = self._interpreter(part, parameters, x, boundaries, losses)
         own = self.schedule[self._stage]
         tasks = [task for task in own if task.microbatch < len(losses)]
@@ -140,39 +143,19 @@ class Pipeline:
         tasks = [Task("forward", m) for m in range(len(boundaries))]
         interpreter.run(tasks, self.releases, self.run.timeline.clock)
         outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
+        for output, of_stages in zip(outputs, boundaries, strict=False):
+            _require_whole(output, of_stages[-1])
         if self._link is None:
             return _joined(outputs)
         self._link.settle()
-        tensors = _tensors(_joined(outputs)) if outputs else None
-        of_last = [each[-1] for each in boundaries]
-        shared = [
-            self._share(
-                None if tensors is None else tensors[n], [each.specs[n] for each in of_last]
-            )
-            for n in range(len(of_last[0].specs))
-        ]
-        shared = [tensor.to(x.device) for tensor in shared]
-        return shared[0] if of_last[0].single else tuple(shared)
+        own = tree_map(Tensor.cpu, _joined(outputs)) if outputs else None
+        communicator = self.run.context.group("stage", "steps")
+        shared = gather_states(communicator, own, "the output of model(x)")[-1]
+        return tree_map(lambda tensor: tensor.to(x.device), shared)
 
     @property
     def _stage(self) -> int:
         return self.run.context.along("stage").rank
-
-    def _share(self, own: Tensor | None, specs: Sequence[TensorSpec]) -> Tensor:
-        """Return the last stage's tensor on all stages; collective.
-
-        Args:
-            own: the tensor, on the last stage.
-            specs: of the microbatches' parts of it.
-        """
-        shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
-        tensor = torch.zeros(shape, dtype=specs[0].dtype)
-        if own is not None:
-            tensor.copy_(own)
-        # As bytes, of which the other stages add zeros: all bits stay.
-        communicator = self.run.context.group("stage", "steps")
-        communicator.all_reduce(tensor.flatten().view(torch.uint8)).wait("the output of model(x)")
-        return tensor
 
     def _interpreter(
         self,
@@ -230,7 +213,7 @@ class Pipeline:
         """Open a link whose rooms are large enough, where there is none; collective then."""
         if len(self.schedule) == 1:
             return
-        room = max(boundary.bytes for each in boundaries for boundary in each[:-1])
+        room = max(sum(one.bytes for one in some) for each in boundaries for some in each[:-1])
         if self._link is None or self._link.room_bytes < room:
             if self._link is not None:
                 self._link.close()
@@ -239,8 +222,9 @@ class Pipeline:
             self._batches = 0
             context.keep("stages", self._link)
 
-    def _loss_of(self, labels: Tensor, samples: int) -> Callable[[Any], Tensor]:
+    def _loss_of(self, labels: Tensor, samples: int, whole: Boundary) -> Callable[[Any], Tensor]:
         def weighted(output: Any) -> Tensor:
+            _require_whole(output, whole)
             loss = self.options.loss(output, labels)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
@@ -266,13 +250,20 @@ def _checksum(labels: Tensor) -> int:
     return zlib.crc32(labels.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
+def _require_whole(output: Any, whole: Boundary) -> None:
+    """Require that the last stage returns what the whole model does, not a tensor rank's part."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+    expected = [spec.shape for spec in whole]
+    if shapes != expected:
+        raise ConfigError(
+            f"the last stage returns the shapes {shapes}, but the whole model {expected}: let the "
+            "plan's last layer return all of its output on each tensor rank, as 'colwise_rep' does."
+        )
+
+
 def _cut(batch: Tensor, microbatches: int) -> list[Tensor]:
     """Cut a batch into microbatches; of a small one, into one a sample."""
     return [*batch.tensor_split(min(microbatches, len(batch)))]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [*value]
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -7,7 +7,6 @@ model.whole_state_dict()            the parts of all stages
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.communicator import gather_bytes
+from paceline.comm.communicator import gather_states
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import Glue, run_blocks
 from paceline.parallel.divided_modules import divided_dims
@@ -118,10 +117,7 @@ class Stage(nn.Module):
     def _gathered(self, axis: str, state: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what each rank along an axis has; collective."""
         communicator = self._pipeline.run.context.group(axis, "steps")
-        own = io.BytesIO()
-        torch.save(state, own)
-        gathered = gather_bytes(communicator, own.getvalue(), "model.whole_state_dict()")
-        return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
+        return gather_states(communicator, state, "model.whole_state_dict()")
 
     def _run_copy(self, value: Any) -> Any:
         """Run the blocks on a copy: the first one may write to it, and all run again."""

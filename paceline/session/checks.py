@@ -11,6 +11,7 @@ from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.nixl.agent import require_nixl
 from paceline.comm.shared_gpus import sharing_ranks
 from paceline.config.train import TrainConfig
+from paceline.data.mixup import MOST_LABELS
 from paceline.errors import ConfigError, Message
 from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
@@ -68,6 +69,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         config.sync,
         {
             "sync_bn": config.model.sync_bn,
+            "ema": config.optim.ema,
             "clip_norm": config.optim.clip_norm,
             "clip_value": config.optim.clip_value,
             "dtype": config.model.dtype if config.model.dtype == "float16" else "",
@@ -84,6 +86,17 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
                 "it out; running statistics are averaged with the weights."
             )
         )
+    if config.optim.ema and (average is not None or config.sync.narrow):
+        given = "--sync average" if average is not None else "--param_dtype"
+        reason = "workers have different weights" if average is not None else "weights have 16 bits"
+        raise ConfigError(
+            flag="ema",
+            value=config.optim.ema,
+            rule=f"doesn't go with {given}, where {reason}",
+            remedy="leave one of them out",
+        )
+    if config.optim.mixup:
+        _check_mixup(config)
     if config.sync.transport == "nixl":
         require_nixl()
     if on_cpu:  # a GPU is checked by its worker: a check makes its context
@@ -107,6 +120,17 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
             sources.train.fingerprint,
         )
     return [*notes, *_notes(config, sources)]
+
+
+def _check_mixup(config: TrainConfig) -> None:
+    rule = ""
+    if config.data.decode_device != "cpu":
+        rule = f"doesn't go with --decode_device {config.data.decode_device}: processes mix images"
+    elif config.data.num_labels > MOST_LABELS:
+        rule = f"takes at most {MOST_LABELS:,} classes"
+    if rule:
+        value = config.optim.mixup
+        raise ConfigError(flag="mixup", value=value, rule=rule, remedy="leave one of them out")
 
 
 def _notes(config: TrainConfig, sources: Databases) -> Iterator[str]:

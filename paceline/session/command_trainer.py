@@ -17,6 +17,7 @@ from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.config.average import require_merge
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
+from paceline.data.mixup import MixedCrossEntropy
 from paceline.generation.run import Run
 from paceline.models.frozen import fixed_norms
 from paceline.observe.loss_watch import LossWatch
@@ -26,6 +27,7 @@ from paceline.run.batches import Batches
 from paceline.run.convergence import Convergence
 from paceline.run.decode_trial import DecodeTrial
 from paceline.run.learning_rate import LearningRate
+from paceline.run.moving_average import MovingAverage
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
@@ -82,6 +84,11 @@ class _Recipe:
         )
         return LambdaLR(optimizer, rate)
 
+    def average(self, model: nn.Module) -> MovingAverage | None:
+        """Make the moving average of the weights, if there is to be one."""
+        decay = self.config.optim.ema
+        return MovingAverage(model, decay) if decay else None
+
     def precision(self) -> Precision:
         """Make what computes in the type that is asked for."""
         optim = self.config.optim
@@ -96,7 +103,9 @@ class _Recipe:
         """Make the entries of a checkpoint of the run's beginning, as `Beginning` says."""
         model = self.model(BatchShare(), lambda note: None)
         optimizer = self.optimizer(model)
+        average = self.average(model)
         return {
+            **({} if average is None else {"ema": average.state_dict()}),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "schedule": self.schedule(optimizer).state_dict(),
@@ -178,6 +187,9 @@ def build_trainer(
     start.given.add_optimizer("optimizer", optimizer, model)
     start.given.add_object("schedule", schedule)
     tracked: dict[str, Any] = {"schedule": schedule, "precision": precision}
+    average_of_weights = recipe.average(model)
+    if average_of_weights is not None:
+        tracked["ema"] = average_of_weights
     start.restore({"model": model, "optimizer": optimizer, **tracked})
     _set_rates(schedule)
     for edit in edits_of(config, start):
@@ -231,6 +243,8 @@ def build_trainer(
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
         convergence=Convergence(target_accuracy=optim.target_accuracy, patience=optim.patience),
+        average=average_of_weights,
+        mixed_criterion=MixedCrossEntropy(optim.label_smoothing) if optim.mixup else None,
         fixed=fixed_norms(model, config.model.freeze),
         staged=staged,
     )

@@ -16,6 +16,7 @@ from paceline.data.gpu_decode.file_maker import FileMaker
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.loader import DatabaseLoader
+from paceline.data.mixup import MixupMaker
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import ConfigError, Message, many
@@ -115,7 +116,9 @@ class Decoding:
         pixels = normalisation(data, self._device, channels_last=self._config.model.channels_last)
         width = data.image_size
         upload = Upload(**pixels, channels=data.num_channels, width=width)
-        cpu = HostBatches(self.pool, maker, upload)
+        alpha = self._config.optim.mixup if train else 0.0
+        mixed = MixupMaker(**vars(maker), alpha=alpha) if alpha else maker
+        cpu = HostBatches(self.pool, mixed, upload)
         if self._thread is None:
             return cpu
         # torchvision is imported only where the GPU decodes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import LABELS_NAME, write_label_names
 from paceline.data.db.open_database import open_database
+from paceline.data.decoding.usable_cores import usable_cores
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
@@ -92,7 +92,7 @@ def order_of(config: TrainConfig, size: int, *, train: bool = True) -> Order:
 
 def cores_per_worker(local_world_size: int) -> int:
     """Return this machine's cores, those this process may use, shared among its workers."""
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return max(1, usable_cores() // local_world_size)
 
 
 def open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:

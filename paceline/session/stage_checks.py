@@ -75,6 +75,8 @@ def _refuse_others(config: TrainConfig) -> None:
     given = f"--stages {stages}" if stages > 1 else "--microbatches"
     reasons = {
         "sync_bn": "BatchNorm's statistics are those of each microbatch",
+        "ema": "a stage has no part of the average",
+        "mixup": "stages compute the loss of plain labels",
         "freeze": "a stage may have no parameter that is trained",
         "compile": "a stage runs blocks that aren't compiled",
         "dtype": "loss scaling needs the whole model's gradients at once",
@@ -83,6 +85,8 @@ def _refuse_others(config: TrainConfig) -> None:
     }
     values = {
         "sync_bn": config.model.sync_bn,
+        "ema": config.optim.ema,
+        "mixup": config.optim.mixup,
         "freeze": " ".join(config.model.freeze),
         "compile": config.model.compile,
         "dtype": config.model.dtype if config.model.dtype == "float16" else "",

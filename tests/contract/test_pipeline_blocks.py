@@ -217,6 +217,22 @@ def test_the_backward_of_an_evaluation_is_refused() -> None:
     assert on_ranks(run, 2) == [False, False]
 
 
+def test_an_evaluation_has_the_dtype_that_autocast_gives_it() -> None:
+    model = mlp().float()
+    x = batches(8)[0][0].float()
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with autocast:
+        expected = model(x)
+
+    def run(rank: PipelineRank) -> Tensor:
+        stage = rank.cut(model, F.cross_entropy, microbatches=2, cuts=["4"]).eval()
+        with autocast:
+            return stage(x)
+
+    for output in on_ranks(run, 2):
+        torch.testing.assert_close(output, expected)
+
+
 def test_blocks_whose_forward_changes_buffers_are_not_computed_twice() -> None:
     model = mlp()
     nn.utils.parametrizations.spectral_norm(model[4])

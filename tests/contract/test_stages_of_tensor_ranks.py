@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # its st
 from torch.nn import functional as F
 
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError
+from paceline.errors import CommError, ConfigError
 from paceline.parallel.dividing import divide
 from paceline.parallel.stage import Stage
 from tests.harness.equivalence.large_batch import largest_difference
@@ -216,6 +216,28 @@ def test_an_evaluation_returns_the_output_on_every_rank() -> None:
 
     for output in on_ranks(run, 2, 1, 2):
         torch.testing.assert_close(output, model(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_output_of_which_each_tensor_rank_has_a_part_is_refused(trains: bool) -> None:
+    ((x, y),) = batches(8)
+
+    def run(rank: PipelineRank) -> str:
+        stage = cut(rank, Model(), {**PLAN, "last": "colwise"})
+        rank.bind(stage, sgd([*stage.parameters()]), ALLREDUCE).begin(0, 1.0)
+        try:
+            stage.train_batch(x, y % 3) if trains else stage(x)
+        except ConfigError as error:
+            rank.run.context.abort()
+            return str(error)
+        except CommError:
+            return ""
+        return "no error"
+
+    assert {*on_ranks(run, 2, 1, 2)} - {""} == {
+        "the last stage returns the shapes [(2, 3)], but the whole model [(2, 6)]: let the plan's "
+        "last layer return all of its output on each tensor rank, as 'colwise_rep' does."
+    }
 
 
 def refusal_of(plan: Any, model: nn.Module, **options: Any) -> str:

@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.equivalence.large_batch import largest_difference
 from tests.harness.equivalence.trainer_breaks import drawn
-from tests.harness.equivalence.trainer_rollbacks import FLOAT64, ToFloat64, TrainerRollbacks
+from tests.harness.equivalence.trainer_rollbacks import (
+    EPOCHS,
+    FLOAT64,
+    STEPS,
+    ToFloat64,
+    TrainerRollbacks,
+)
 from tests.harness.equivalence.undisturbed_runs import undisturbed
+from tests.harness.processes.run_folders import events
 
 NORMED = ("--model", f"{__name__}:normed")
 RATE = ("--base_learning_rate", "0.002")
@@ -26,6 +34,8 @@ CASES = {
         *("--lr_policy", "cosine", "--warmup_epochs", "1", "--sync", "allreduce"),
     ),
     "freeze": ("--freeze", "*.0.*", "*.1.*", "--sync", "notified"),
+    "ema": ("--ema", "0.8", "--sync", "notified", "--update", "sharded"),
+    "mixup": ("--mixup", "0.4", "--label_smoothing", "0.1", "--sync", "notified"),
     "smoothing": ("--label_smoothing", "0.2", "--sync", "notified"),
 }
 
@@ -62,3 +72,28 @@ def test_what_is_frozen_stays_and_all_else_is_trained(tmp_path: Path) -> None:
         same = [key for key, value in state.items() if torch.equal(value, start[key])]
         assert same == [key for key in start if key.startswith(("1.0.", "1.1."))]
         assert len(same) == 7  # running statistics among them
+
+
+def test_the_average_of_the_weights_is_what_is_written(tmp_path: Path) -> None:
+    kept = ("--checkpoint_steps", "1", "--keep_checkpoints", "99")
+    training = TrainerRollbacks(tmp_path / "run", (*CASES["ema"], *NORMED, *kept), (1, 1))
+    training.run()
+    files = sorted((training.folder / "checkpoints").glob("step-*.pt"))
+    steps = [read_checkpoint(path)["model"] for path in files]
+    assert len(steps) == STEPS * EPOCHS
+    expected = dict(steps[0])
+    for state in steps[1:]:
+        for name in expected:
+            buffer = "running" in name or "tracked" in name
+            expected[name] = state[name] if buffer else 0.8 * expected[name] + 0.2 * state[name]
+    written = torch.load(training.folder / "normed_model.pt", weights_only=True)
+    assert largest_difference(written, expected) < 1e-14
+    assert largest_difference(written, steps[-1]) > 1e-3
+
+
+def test_the_average_of_the_weights_is_what_is_evaluated(tmp_path: Path) -> None:
+    flags = ("--ema", "0.999999", *FLOAT64)  # which the first step's weights stay
+    TrainerRollbacks(tmp_path / "run", flags, (1,)).run()
+    first, last = [event for event in events(tmp_path / "run") if event["event"] == "epoch"]
+    assert first["test_loss"] == pytest.approx(last["test_loss"], rel=1e-4)
+    assert first["loss"] - last["loss"] > 0.05

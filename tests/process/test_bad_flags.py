@@ -18,8 +18,8 @@ COMMANDS = {
     "unknown command": Bad(command="trian", message=r"no command 'trian': did you mean train\?"),
     "nothing like a command": Bad(
         command="fly",
-        message="no command 'fly': there are train, launch, serve, evaluate, predict, runs, "
-        "compare, plot, db, stop, status, ledger, plan.",
+        message="no command 'fly': there are train, launch, serve, evaluate, predict, export, "
+        "runs, compare, plot, zoo, db, stop, status, ledger, plan.",
     ),
     "unknown command of db": Bad(
         command="db creat a b", message=r"no command 'db creat': did you mean create\?"
@@ -43,6 +43,29 @@ COMMANDS = {
     ),
 }
 FLAGS = {
+    "mixed images of a GPU": Bad(
+        command="--mixup 0.2 --decode_device auto",
+        message="--mixup 0.2: doesn't go with --decode_device auto: processes mix images; leave "
+        "one of them out.",
+    ),
+    "mixed images of stages": Bad(
+        command="--mixup 0.2 --stages 2 --num_workers 2",
+        message="--mixup 0.2: doesn't go with --stages 2: stages compute the loss of plain labels; "
+        "leave it out.",
+    ),
+    "an average without end": Bad(
+        command="--ema 1", message=r"--ema 1.0: must be at least 0 and less than 1\."
+    ),
+    "an average of weights that differ": Bad(
+        command="--ema 0.9 --sync average --num_workers 2",
+        message="--ema 0.9: doesn't go with --sync average, where workers have different weights; "
+        "leave one of them out.",
+    ),
+    "an average of stages": Bad(
+        command="--ema 0.9 --stages 2 --num_workers 2",
+        message="--ema 0.9: doesn't go with --stages 2: a stage has no part of the average; leave "
+        "it out.",
+    ),
     "nothing like a flag": Bad(
         command="--nonsense 3",
         message="Unrecognized options: --nonsense, 3",

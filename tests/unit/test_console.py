@@ -183,6 +183,8 @@ def test_the_end_names_the_best_epoch_and_the_weights() -> None:
         "Finished after 0:00; best test accuracy 96.10% after epoch 3.\n"
         "Weights: runs/r/a.pt, runs/r/b.pt\n"
         "Classify images: paceline predict runs/r IMAGE …\n"
+        "More: paceline evaluate runs/r, paceline export runs/r, paceline plot runs/r, "
+        "paceline compare runs/r OTHER\n"
     )
 
 

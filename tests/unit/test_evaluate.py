@@ -60,6 +60,28 @@ def test_the_tables_name_the_classes(run: Path, capsys: pytest.CaptureFixture[st
     assert "Evaluating: 7 of 7 images" in error
 
 
+def test_the_matrix_is_drawn_with_a_cell_for_each_count(run: Path) -> None:
+    from PIL import Image
+
+    words = ["evaluate", "pets", "--test_data", "test", "--use_cpu", "--confusion_png"]
+    assert main([*words, "matrix.png"]) == 0
+    image = Image.open("matrix.png").convert("RGB")
+    known = {colour for _, colour in image.getcolors(1 << 24)}  # type: ignore[union-attr]
+    logits = logits_of(write_model(run / "other.pt", 0), IMAGES)
+    for label in range(3):
+        taken = logits[label::3].argmax(1)
+        for other in range(3):
+            share = (taken == other).double().mean().item()
+            assert blue(share) in known
+
+
+def blue(share: float) -> tuple[int, ...]:
+    """Return the colour of a share of a class, as matplotlib's own map has it."""
+    from matplotlib import colormaps
+
+    return tuple(colormaps["Blues"](share, bytes=True)[:3])
+
+
 def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, name in enumerate(("ant", "bee", "cat")):
         write_image(Path("insects", name, "0.png"), number)
@@ -69,6 +91,8 @@ def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) 
         ("pets --test_data insects-db", "its classes, ant, bee, cat, aren't those of the run"),
         ("owls --test_data test", "owls is neither a run folder nor the id of a run"),
         ("pets --test_data test --run_workers 0", "--run_workers 0: must be at least 1"),
+        ("pets --test_data test --confusion_png x.pdf", "--confusion_png x.pdf: must end in .png"),
+        ("pets --test_data test --confusion_png no/x.png", "--confusion_png no/x.png: it can't be"),
         ("pets --test_data test --weights best", "resnet20_best.pt isn't there"),
     ):
         assert main(["evaluate", *words.split(), "--use_cpu"]) == 2

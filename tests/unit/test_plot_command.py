@@ -47,6 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(f"runs/first/events.a-{rank}.jsonl").write_text(text)
     write_logged_run(Path("runs") / ODD, 0.5, [ROWS[0].replace("0.75", "-1")], finished=False)
     write_logged_run(Path("runs/new"), 0.5, [], finished=False)
+    Path("runs/notes").mkdir()
     return tmp_path
 
 
@@ -149,6 +150,8 @@ def test_values_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("none", "none is neither a run folder nor the id of a run"),
         ("first new", "/runs/new: no epoch of this run is complete, so there is nothing to plot."),
         ("first --output plot.pdf", "--output plot.pdf: must end in .png or .html"),
+        ("first --output plot", "--output plot: must end in .png or .html"),
+        ("notes", "notes is neither a run folder nor the id of a run"),
         ("first --output no/plot.png", "--output no/plot.png: it can't be written (No such file"),
         ("first --output page.html/", "--output page.html/: must end in .png or .html"),
     ],
@@ -166,4 +169,4 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", "first"]) == 2
-    assert "needs matplotlib: run pip install 'paceline[plot]'." in capsys.readouterr().err
+    assert "pictures need matplotlib: run pip install 'paceline[plot]'." in capsys.readouterr().err

@@ -62,11 +62,16 @@ def test_a_comparison_has_the_flags_that_differ_and_all_results(
     [
         ("runs --output_dir nowhere", "--output_dir nowhere: there is no run in it"),
         ("compare fast", "At least two runs are required"),
+        ("compare fast script", "script: no step of this run is recorded: there is nothing to"),
+        ("compare fast loop", "loop is the run of a script, and fast one of paceline train: they"),
         ("compare fast none", "none is neither a run folder nor the id of a run"),
     ],
 )
 def test_bad_input_is_a_sentence(
     words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("runs/loop").mkdir()
+    step = {"event": "step", "generation": 0, "step": 3}
+    Path("runs/loop/events.a-0.jsonl").write_text(json.dumps(step) + "\n")
     assert main(words.split()) == 2
     assert sentence in capsys.readouterr().err

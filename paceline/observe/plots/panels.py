@@ -45,9 +45,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "paceline plot needs matplotlib: run pip install 'paceline[plot]'."
-        ) from error
+        raise ConfigError("pictures need matplotlib: run pip install 'paceline[plot]'.") from error
 
 
 def panels_of(curves: Sequence[RunCurves]) -> list[Panel]:
@@ -73,7 +71,7 @@ def style(index: int) -> tuple[str, Dash]:
 
 def png_of(curves: Sequence[RunCurves], names: Sequence[str]) -> bytes:
     """Draw all panels in one picture, two a row; return it as PNG."""
-    with _settings():
+    with drawing():
         return _png_of(curves, names)
 
 
@@ -93,12 +91,12 @@ def _png_of(curves: Sequence[RunCurves], names: Sequence[str]) -> bytes:
         each.set_title(panel.title, fontsize=11)
         panel.draw(each, curves)
     lines = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in _styles(curves)]
-    texts = [_short(name) for name in names]
+    texts = [short_name(name) for name in names]
     if any(one.losses for one in curves):
         lines.append(Line2D([], [], color=_INK, linestyle=":"))
         texts.append("a worker was lost")
     figure.legend(lines, texts, loc="outside upper center", ncols=3, frameon=False)
-    return _saved(figure, "png")
+    return saved(figure, "png")
 
 
 def svg_of(panel: Panel, curves: Sequence[RunCurves], prefix: str) -> str:
@@ -109,10 +107,10 @@ def svg_of(panel: Panel, curves: Sequence[RunCurves], prefix: str) -> str:
     """
     from matplotlib.figure import Figure
 
-    with _settings():
+    with drawing():
         figure = Figure(figsize=(4.1, 2.6), layout="constrained")
         panel.draw(figure.subplots(), curves)
-        text = _saved(figure, "svg").decode()
+        text = saved(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
@@ -124,14 +122,14 @@ def _styles(curves: Sequence[RunCurves]) -> list[tuple[str, Dash]]:
     return [style(index) for index in range(len(curves))]
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a name that fits a legend, which leaves out names with an underscore before them."""
     name = name if len(name) <= 32 else f"{name[:15]}…{name[-16:]}"
     return f"\u200a{name}" if name.startswith("_") else name
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def drawing() -> Iterator[None]:
     """Draw names as they are, and the text of an SVG as text."""
     from matplotlib import rc_context
 
@@ -140,7 +138,8 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def _saved(figure: Figure, form: str) -> bytes:
+def saved(figure: Figure, form: str) -> bytes:
+    """Return a figure as a file of a form: "png" or "svg"."""
     file = io.BytesIO()
     figure.savefig(file, format=form, dpi=120, transparent=form == "svg")
     return file.getvalue()

@@ -281,7 +281,7 @@ class TrainerRollbacks:
                 trainer.run()
                 trainer.replica.drain()
             run.recorder.event("end", generation=trainer.steps.generation)
-        return trainer.model.state_dict()
+        return trainer.evaluated.state_dict()
 
     def _await_others(self, generation: int) -> None:
         """Return once all present members have come to their moments, if they break off together.

@@ -1,0 +1,172 @@
+"""Images a second of `paceline predict`: beside its parts alone, and beside a plain script.
+
+    python benchmarks/predict.py FOLDER [--images 10000] [--rounds 5] [--model resnet20]
+
+Interleaved, on JPEG files of a folder, on the CPU:
+
+    decode     Paceline's decode processes alone: batches are made and dropped
+    model      the model alone, with a batch that is there
+    predict    both, as `paceline predict` runs them
+    script     Pillow and torch's DataLoader, in 20 lines, with as many processes
+
+Where decoding and model share the cores, no program predicts more than 1 / (1/decode + 1/model)
+images a second: `predict` is printed as a share of that. Memory is this process's, after a quarter
+of the images and at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as all commands do, before torch is loaded
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from rounds import interleaved, median_of, paired_ratio
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.config.data import DataConfig
+from paceline.config.model import ModelConfig
+from paceline.config.train import TrainConfig
+from paceline.data.image.image_paths import ImageFiles, find_images
+from paceline.data.order import Indices
+from paceline.inference.decode_count import decode_processes
+from paceline.inference.predictions import image_batches, predict
+from paceline.inference.trained_model import TrainedModel
+from paceline.models.zoo import build_model
+from paceline.state.weights import save_weights
+from paceline.state.weights_about import describe
+
+BATCH = 64  # of `paceline predict`
+MEAN, STD = 128.0, 128.0  # Paceline's defaults
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    paths = find_images([arguments.folder])[: arguments.images]
+    trained = trained_model(arguments.model, arguments.image_size)
+    processes = decode_processes(len(paths), None)
+    print(f"{len(paths):,} images, {arguments.model}; decode processes: {processes}, and a thread")
+    memory: list[tuple[int, int]] = []
+    found = interleaved(
+        {
+            "decode": lambda: decoding(trained, paths, processes),
+            "model": lambda: model_alone(trained, len(paths)),
+            "predict": lambda: predicting(trained, paths, memory),
+            "script": lambda: script(trained, paths, processes + 1),
+        },
+        arguments.rounds,
+    )
+    for name, values in found.items():
+        print(f"{name:<10}{median_of(values):,.0f} images/s")
+    bound = [1 / (1 / d + 1 / m) for d, m in zip(found["decode"], found["model"], strict=True)]
+    print(f"predict / bound    {paired_ratio(found['predict'], bound)}")
+    print(f"predict / script   {paired_ratio(found['predict'], found['script'])}")
+    quarter, end = memory[0]
+    print(f"memory: {quarter / 2**20:.0f} MiB after a quarter, {end / 2**20:.0f} MiB at the end")
+
+
+def trained_model(name: str, size: int) -> TrainedModel:
+    """Return a model with new weights, as `paceline predict` reads it."""
+    data = DataConfig(train_data="x", num_labels=10, image_size=size, augment="none")
+    config = TrainConfig(data=data, model=ModelConfig(model=name))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.pt"
+        model = build_model(name, num_labels=10, num_channels=3)
+        save_weights(file, model, describe(config, None))
+        return TrainedModel.read(None, CPU, str(file))
+
+
+def decoding(trained: TrainedModel, paths: list[str], processes: int) -> float:
+    """Measure decoding alone."""
+    begun = time.perf_counter()
+    source = ImageFiles(paths)
+    with closing(image_batches(trained, source, _ranges(len(paths)), processes)) as batches:
+        for _ in batches:
+            pass
+    return len(paths) / (time.perf_counter() - begun)
+
+
+def _ranges(count: int) -> Iterator[Indices]:
+    return (np.arange(at, min(at + BATCH, count)) for at in range(0, count, BATCH))
+
+
+@torch.no_grad()
+def model_alone(trained: TrainedModel, count: int) -> float:
+    """Measure the model alone."""
+    size = trained.config.data.image_size
+    images = torch.randn(BATCH, 3, size, size).to(memory_format=torch.channels_last)
+    begun = time.perf_counter()
+    for _ in range(count // BATCH):
+        trained.predictor.logits(images).softmax(1).topk(3)
+    return count // BATCH * BATCH / (time.perf_counter() - begun)
+
+
+def predicting(trained: TrainedModel, paths: list[str], memory: list[tuple[int, int]]) -> float:
+    """Measure `paceline predict`'s loop, and add this process's memory to `memory`."""
+    begun = time.perf_counter()
+    quarter = 0
+    with closing(predict(trained, paths, top=3, batch_size=BATCH, workers=None)) as predictions:
+        for number, _ in enumerate(predictions):
+            if number == len(paths) // 4:
+                quarter = _resident()
+    memory.append((quarter, _resident()))
+    return len(paths) / (time.perf_counter() - begun)
+
+
+def _resident() -> int:
+    """Return this process's resident memory, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Files(Dataset[Tensor]):
+    """Images of files, by Pillow."""
+
+    def __init__(self, paths: list[str], size: int) -> None:
+        self._paths = paths
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = Image.open(self._paths[index]).convert("RGB").resize((self._size, self._size))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return (pixels.float() - MEAN) / STD
+
+
+@torch.no_grad()
+def script(trained: TrainedModel, paths: list[str], workers: int) -> float:
+    """Measure the script that a user would write."""
+    begun = time.perf_counter()
+    dataset = Files(paths, trained.config.data.image_size)
+    found = []
+    for images in DataLoader(dataset, BATCH, num_workers=workers):
+        best = trained.model(images).softmax(1).topk(3)
+        found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    assert len(found) == len(paths)
+    return len(paths) / (time.perf_counter() - begun)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="resnet20")
+    parser.add_argument("--image_size", type=int, default=32)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
