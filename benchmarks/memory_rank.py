@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import re
 import sys
@@ -169,6 +170,16 @@ def warm_up() -> None:
         optimizer.zero_grad()
 
 
+def warm_up_kernels() -> None:
+    """Load Paceline's compiled kernels, and their compiler, for the same reason."""
+    from paceline.codecs.kernels.compiled import add_up
+
+    values = torch.ones(256)
+    for count, past_caches in itertools.product((1, 2, 4), (False, True)):
+        parts = [[(0, 256, values)]] * count
+        add_up(parts, [0.5] * count, torch.empty(256), past_caches=past_caches)
+
+
 def with_paceline(row: str, setting: Mapping[str, Any]) -> None:
     """Train by Paceline; `row` is a method, and what becomes of snapshots."""
     import paceline
@@ -182,6 +193,7 @@ def with_paceline(row: str, setting: Mapping[str, Any]) -> None:
         snapshot_copies=copies,
     )
     warm_up()
+    warm_up_kernels()
     before = settled_bytes()
     peak = Peak()
     torch.manual_seed(0)

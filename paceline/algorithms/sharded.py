@@ -26,7 +26,7 @@ from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState, agreed
+from paceline.reduce.rank_state import MISSED, OPTIMIZER, Masters, RankState, agreed
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.divided_optimizer import DividedOptimizer
 from paceline.update.shard_optimizer import ShardOptimizer
@@ -44,7 +44,8 @@ def make_sharded(
         exchange: PutExchange | None, residuals: RankState | None
     ) -> tuple[ShardedUpdate, ShardedState]:
         assert exchange is not None
-        return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards)
+        masters = shards if shards.wide else None
+        return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards, masters)
 
     options = replace(options, wide=shards.wide)
     return make_with_puts(buckets, statistics, options, make_rule, returns_parameters=True)
@@ -106,9 +107,15 @@ class ShardedState:
 
     divides_optimizer = True
 
-    def __init__(self, residuals: RankState | None, shards: DividedOptimizer) -> None:
+    def __init__(
+        self,
+        residuals: RankState | None,
+        shards: DividedOptimizer,
+        masters: Masters | None = None,
+    ) -> None:
         self._residuals = residuals
         self._shards = shards
+        self.masters = masters
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return both on rank 0."""

@@ -9,7 +9,7 @@ local, of all ranks ── combine ────┘
 from __future__ import annotations
 
 import io
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
@@ -177,6 +177,20 @@ def restore_parts(
     return own.restore(broadcast_state(communicator, merged, what))
 
 
+class Masters(Protocol):
+    """Protocol of masters, which ranks have in their own state (`master_weights.py`)."""
+
+    @property
+    def parameters(self) -> Collection[Tensor]:
+        """The narrow parameters, which follow from the masters by rounding."""
+
+    def renew(self, parameter: Tensor) -> None:
+        """Take this rank's part of what a script has written to a parameter; it is up to date."""
+
+    def round(self, communicator: Communicator) -> None:
+        """Write the rounded masters of all ranks to the parameters; collective."""
+
+
 class RankState(Protocol):
     """Protocol of state that is divided among ranks; a checkpoint gathers and restores it."""
 
@@ -190,6 +204,10 @@ class RankState(Protocol):
     @property
     def divides_optimizer(self) -> bool:
         """Whether it has parts of the optimizer's state."""
+
+    @property
+    def masters(self) -> Masters | None:
+        """The masters that it has; None: no parameter is narrow."""
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take this rank's share of what `gather` returned, in this world or another.

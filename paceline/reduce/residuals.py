@@ -80,6 +80,7 @@ class Residuals:
 
     scaled = True
     divides_optimizer = False
+    masters = None
 
     def __init__(
         self,

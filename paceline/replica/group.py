@@ -34,6 +34,7 @@ class ReplicaGroup:
 
     rounds: Averaging | None = None
     equal_between_steps = True  # one model alone is served
+    masters = None  # likewise
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = tuple(replicas)

@@ -215,7 +215,10 @@ class ReplicaHooks:
         communicator: Communicator,
     ) -> bool:
         """Restore the parts of a snapshot, which the model has; as `Replica.enter_generation`."""
-        return restore_parts(self.state, parts, communicator)
+        whole = restore_parts(self.state, parts, communicator)
+        if self.state is not None and self.state.masters is not None:
+            self.state.masters.round(communicator)  # the snapshot has no narrow parameters
+        return whole
 
     def close(self, *, drain: bool = False) -> None:
         """Remove the hooks and close the synchronizer."""

@@ -43,6 +43,7 @@ from paceline.algorithms.synchronizer import StepInfo, Weights
 from paceline.errors import CommError, ConfigError
 from paceline.generation.run import Run
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.rank_state import Masters
 from paceline.replica.averaged_hooks import AveragedHooks
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.binder import Binding, ReplicaBinder
@@ -189,6 +190,12 @@ class Replica:
     def bindings(self) -> int:
         """How often parameters were bound to a synchronizer."""
         return self._binder.bindings
+
+    @property
+    def masters(self) -> Masters | None:
+        """The masters of narrow parameters; None: there are none. The same on all ranks."""
+        state = None if self._averaged is not None else self._binding.state
+        return None if state is None else state.masters
 
     @property
     def stateful(self) -> bool:

@@ -554,7 +554,7 @@ class Steps:
         """Save what is due before a step, or stop; then begin the step's random streams."""
         with self.run.timeline.span("boundary"):
             self._act_on_summaries(number)
-            self._trim_due = bool(self._steps_alike) and is_trim_due(self._steps_alike)
+            self._trim_due = is_trim_due(self._steps_alike)
         word = self._seed_torch(_IN_STEP, number)
         # Python's and numpy's streams continue where `seed` has seeded them before the step:
         # unlike torch's, they take long to seed.

@@ -33,6 +33,7 @@ from paceline.replica.state_parts import (
     TRACKED,
     parts_of,
 )
+from paceline.snapshots.narrow import left_out
 from paceline.snapshots.objects import StateObjects, entry_names
 from paceline.snapshots.store import Borrowed
 from paceline.state.checkpoint_files import exchange_entry
@@ -127,11 +128,14 @@ def make_checkpoint(
             entries[optimizer] = copy_state(pair.optimizer.state_dict())
         if exchange := {key: value for key, value in own.items() if key != WHOLE_OPTIMIZER}:
             entries[exchange_entry(number)] = exchange
+    narrow = left_out(state)
+    keys = {key: name for key, name in state[ENTRIES].items() if name in narrow}
+    masters = {name: entries[objects.entries[0]][key] for key, name in keys.items()}
     return Checkpoint(
         name=snapshot.name,
         step=position["number"],
         state={**entries, "position": position, "lineage": as_values(generation.lineage)},
-        parameters=snapshot_parameters(state, objects),
+        parameters={**snapshot_parameters(state, objects), **masters},
         best=best,
     )
 
@@ -212,9 +216,14 @@ def _use_masters(entries: dict[str, Any], pair: StateObjects, own: _Parts) -> No
     """Give the model its float32 masters, which were gathered with the optimizer's state."""
     model, optimizer = pair.entries
     names = [name for group in own[GROUPS].values() for name in group["params"]]
-    keys = {name: key for key, name in own[ENTRIES].items() if key in entries[model]}
+    keys: dict[str, list[str]] = {}
+    for key, name in own[ENTRIES].items():
+        keys.setdefault(name, []).append(key)
     numbers = {number: keys[name] for number, name in enumerate(names) if name in keys}
     entries[optimizer] = with_masters(entries[model], entries[optimizer], numbers)
+    for key in own[ENTRIES]:  # of which a snapshot has no narrow parameters
+        if key in entries[model]:
+            entries[model].move_to_end(key)
 
 
 def snapshot_parameters(state: _Parts, objects: StateObjects) -> dict[str, Any]:

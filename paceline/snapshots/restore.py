@@ -24,9 +24,10 @@ from paceline.replica.state_parts import (
     TRACKED,
     parts_of,
 )
+from paceline.snapshots.narrow import left_out
 from paceline.snapshots.objects import StateObjects, with_extra_state
 from paceline.state.state_copy import copy_state
-from paceline.update.master_weights import narrow, widen
+from paceline.update.master_weights import is_narrow, narrow, widen
 from paceline.update.state_entries import restore_entries
 from paceline.update.state_watch import plain_state
 
@@ -93,7 +94,7 @@ def _restore_pair(
     optimizer = objects.optimizer
     names = objects.trained().names
     parameters = {name: p for p, name in names.items()}
-    _refuse_others(parameters, state[PARAMETERS])
+    _refuse_others(parameters, state)
     for name, tracked in objects.all_tracked.items():
         if name in state[TRACKED]:
             tracked.load_state_dict(copy_state(state[TRACKED][name]))
@@ -104,18 +105,23 @@ def _restore_pair(
     for name, module in with_extra_state(modules):
         module.set_extra_state(copy_state(state[EXTRA][name]))
     for name, p in parameters.items():
-        p.copy_(state[PARAMETERS][name])
+        if name in state[PARAMETERS]:  # a narrow one follows from its masters
+            p.copy_(state[PARAMETERS][name])
         p.requires_grad_(state[REQUIRES_GRAD][name])
         p.grad = None
     _restore_optimizer(optimizer, parameters, state)
     return state[RANK]
 
 
-def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:
+def _refuse_others(
+    parameters: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[Any, Any]]
+) -> None:
     """Require the parameters of a snapshot."""
-    for name in parameters.keys() | saved.keys():
+    narrow = left_out(state)
+    saved = state[PARAMETERS]
+    for name in parameters.keys() | saved.keys() | narrow:
         own = parameters.get(name)
-        copy = saved.get(name)
+        copy = own if name in narrow and own is not None and is_narrow(own) else saved.get(name)
         if own is None or copy is None or (own.shape, own.dtype) != (copy.shape, copy.dtype):
             raise ConfigError(
                 f"{name} was added, removed or converted since the snapshot was taken, so the "

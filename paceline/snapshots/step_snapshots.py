@@ -43,6 +43,7 @@ from paceline.snapshots.division import (
     fetch_divided,
     note_of,
 )
+from paceline.snapshots.narrow import WithoutNarrow
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.own_part import OwnPart
 from paceline.snapshots.replica_check import ReplicaCheck
@@ -262,8 +263,8 @@ class StepSnapshots:
         rare = self._replica.rounds is not None  # snapshots, which otherwise are compared
         if not (rare or self._replica.equal_between_steps):
             return
-        copying = None  # this rank's part: the others have other ones
-        if self.divided and self._copying is not None and self._copying[0] == self._name(step):
+        copying = None  # a part of it
+        if self._partial and self._copying is not None and self._copying[0] == self._name(step):
             copying = self._copying[1]
         if (rare or not self.on or copying is not None) and not self.alone:
             parts = self._new_checksums()
@@ -298,7 +299,7 @@ class StepSnapshots:
             self._summed = None
             spent = self._run.timeline.seconds("check") - self._checked
             return self.check.checksum_code(step, parts, spent)
-        whole = self._replica.rounds is None and not self.divided
+        whole = self._replica.rounds is None and not self._partial
         if self.alone or not whole or not self.holds(step):
             return 0, 0
         return self.check.checksum_code(step, self._snapshots.state(self._name(step)))
@@ -402,6 +403,8 @@ class StepSnapshots:
         receiver: Receiver = self._snapshots
         if self.divided:
             receiver = DividedCopies(self._snapshots, self._present_division())
+        if (masters := self._replica.masters) is not None:
+            receiver = WithoutNarrow(receiver, masters)
         return StateCopier(receiver, name, self.objects, position, self._run.timeline)
 
     def _present_division(self) -> Division:
@@ -414,6 +417,11 @@ class StepSnapshots:
             if self._run.leads:
                 self._report(note_of(world.generation))
         return self._division[1]
+
+    @property
+    def _partial(self) -> bool:
+        """Whether a rank's copy lacks some of what is to be compared."""
+        return self.divided or self._replica.masters is not None
 
     def _summing_copier(self, parts: ChecksumParts, step: int) -> StateCopier:
         """Return what adds the state before a step to checksums."""
@@ -444,7 +452,7 @@ class StepSnapshots:
     def _comparable(self, name: SnapshotName, step: int) -> Parts | ChecksumParts:
         """Return what of a held snapshot, of the settled state, ought to be equal on all ranks."""
         state = self._snapshots.state(name)
-        if DIVISION in state:  # the ranks have different parts
+        if self._partial:
             summed = self._new_checksums()
             self.add_state(summed, step)
             return summed

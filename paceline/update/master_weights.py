@@ -9,12 +9,13 @@ it from there. Matrices are narrowed and no other parameters: scales, shifts and
 and layers that normalise compute in float32.
 
 A value that a script writes to a parameter becomes its master: a master which isn't rounded to the
-parameter's present value is replaced (`renew`).
+parameter's present value is replaced (`renew`). So snapshots have the masters alone: the parameters
+are rounded anew from them (`snapshots/narrow.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def renew(master: Tensor, values: Tensor) -> None:
 
 
 def with_masters(
-    model: dict[str, Any], optimizer: Mapping[str, Any], keys: Mapping[int, str]
+    model: dict[str, Any], optimizer: Mapping[str, Any], keys: Mapping[int, Sequence[str]]
 ) -> Mapping[str, Any]:
     """Move the masters of an optimizer's state dict to a model's state dict.
 
@@ -99,7 +100,7 @@ def with_masters(
     Args:
         model: the model's state dict, which is changed in place.
         optimizer: the optimizer's, which isn't.
-        keys: the model's key of each of the optimizer's numbers.
+        keys: the model's keys of each of the optimizer's numbers: several of tied parameters.
 
     Returns:
         the optimizer's state dict without masters; the same object where it has none.
@@ -111,7 +112,7 @@ def with_masters(
     }
     if not masters:
         return optimizer
-    model.update({keys[number]: master for number, master in masters.items()})
+    model.update({key: master for number, master in masters.items() for key in keys[number]})
     state = {
         number: {name: value for name, value in own.items() if name != MASTER}
         if number in masters

@@ -10,13 +10,15 @@ whole state on rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.reduce.buckets import Bucket
+from paceline.comm.communicator import Communicator, total
+from paceline.reduce.buckets import Bucket, like
 from paceline.reduce.rank_state import Ranges, same_ranges
 from paceline.update.divided_optimizer import (
     DividedOptimizer,
@@ -46,6 +48,10 @@ class ShardOptimizer(DividedOptimizer):
         optimizer: the user's optimizer, whose class and hyperparameters the updates use.
         masters: whether parameters of 16 bits have float32 masters.
 
+    Attributes:
+        wide: the buckets whose parameters have masters.
+        parameters: these parameters, with their buckets.
+
     Raises:
         ConfigError: as `DividedOptimizer`.
     """
@@ -57,7 +63,10 @@ class ShardOptimizer(DividedOptimizer):
         self._shards = OwnedShards()
         self._memory: dict[int, Tensor] = {}  # of the shards' sums, by bucket
         narrow = [b.index for b in buckets if b.parameters and is_narrow(b.parameters[0])]
-        self.wide = frozenset(narrow if masters else ())  # buckets with masters
+        self.wide = frozenset(narrow if masters else ())
+        self.parameters: dict[Tensor, int] = {
+            p: index for index in self.wide for p in buckets[index].parameters
+        }
 
     def add_shards(self, shards: Mapping[int, tuple[slice, Tensor]]) -> None:
         """Take buckets' shards, by bucket: the range of its values, and the memory of its sums."""
@@ -82,12 +91,16 @@ class ShardOptimizer(DividedOptimizer):
     def _take_present(self, index: int, *, written: bool = False) -> None:
         """Take the present parameters of a bucket's fragments, or `written` ones alone."""
         for fragment in self._shards.fragments[index]:
-            p = self._buckets[index].parameters[fragment.range.index]
-            present = flat_of(p)[fragment.range.start : fragment.range.stop]
+            present = self._present(index, fragment)
             if written:
                 renew(fragment.values, present)
             else:
                 fragment.values.copy_(present)
+
+    def _present(self, index: int, fragment: Fragment) -> Tensor:
+        """Return a fragment's values in the model, (values,)."""
+        p = self._buckets[index].parameters[fragment.range.index]
+        return flat_of(p)[fragment.range.start : fragment.range.stop].to(fragment.values.device)
 
     def _take(self, state: Mapping[Tensor, Any]) -> None:
         for index, fragments in self._shards.fragments.items():
@@ -104,6 +117,33 @@ class ShardOptimizer(DividedOptimizer):
         if index in self.wide and MASTER in entries:
             fragment.values.copy_(entries[MASTER])
         return {name: value for name, value in entries.items() if name != MASTER}
+
+    @torch.no_grad()
+    def renew(self, parameter: Tensor) -> None:
+        """Take this rank's part of what a script has written to a narrow parameter."""
+        index = self.parameters[parameter]
+        for fragment in self._shards.fragments.get(index, ()):
+            if self._buckets[index].parameters[fragment.range.index] is parameter:
+                renew(fragment.values, self._present(index, fragment))
+
+    @torch.no_grad()
+    def round(self, communicator: Communicator) -> None:
+        """Write the rounded masters of all ranks to the narrow parameters; collective."""
+        for index in sorted(self.wide):
+            parameters = self._buckets[index].parameters
+            lengths = [p.numel() for p in parameters]
+            firsts = [0, *accumulate(lengths)]
+            # Whole integers of 32 bits, which zeros are added to: each value has one owner.
+            numel = firsts[-1]
+            flat = torch.zeros(numel + numel % 2, dtype=parameters[0].dtype)
+            for fragment in self._shards.fragments.get(index, ()):
+                first = firsts[fragment.range.index]
+                inside = slice(first + fragment.range.start, first + fragment.range.stop)
+                flat[inside] = fragment.values
+            what = "the exchange of rounded masters"
+            rounded = total(communicator, flat.view(torch.int32), what).view(flat.dtype)
+            for p, values in zip(parameters, rounded[:numel].split(lengths), strict=True):
+                p.copy_(like(p, values))
 
     def freeze(self) -> StepHyperparameters:
         """Take the optimizer's present hyperparameters for the updates to come."""

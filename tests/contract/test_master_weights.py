@@ -95,7 +95,7 @@ def train(
         found = None
         if state is not None:
             entries = {"model": dict(model.state_dict())}
-            narrowed = {0: "0.weight", 2: "2.weight"}
+            narrowed = {0: ["0.weight"], 2: ["2.weight"]}
             assert entries["model"]["0.weight"].dtype is dtype
             masters = state["optimizer"]["state"][0][MASTER]
             assert torch.equal(masters.to(dtype), entries["model"]["0.weight"])
@@ -193,3 +193,48 @@ def test_a_model_is_widened_before_a_file_is_loaded_into_it() -> None:
     assert same(dict(model.state_dict()), dict(whole))
     assert not any(optimizer.state.values())
     assert widen(model.parameters(), optimizer) is None
+
+
+@pytest.mark.parametrize("machines", WORLDS, ids=str)
+def test_parameters_are_rounded_anew_of_masters_that_have_what_a_script_wrote(
+    machines: tuple[int, ...],
+) -> None:
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 7, bias=False))  # odd
+
+    def work(c: Communicator) -> None:
+        model = copy.deepcopy(first)
+        optimizer = make_optimizer(model)
+        narrow(model.parameters(), optimizer, torch.bfloat16)
+        replica = replicate(model, optimizer, c, 20, kind)
+        for number in range(2):
+            with replica_step(replica, number, 1 / c.world_size):
+                model(torch.full((2, 3), 1.0 + c.rank).bfloat16()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        replica.settle()
+        masters = replica.masters
+        assert masters is not None
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        assert set(masters.parameters) == set(matrices)
+        with torch.no_grad():
+            matrices[1][3] = 0.3
+        for p in matrices:
+            masters.renew(p)
+        state = replica._binding.state
+        assert state is not None
+        held = copy_state(state.local(in_step=False))
+        expected = [p.detach().clone() for p in matrices]
+        with torch.no_grad():
+            for p in matrices:
+                p.zero_()
+                masters.renew(p)
+        assert state.restore_local(held)
+        masters.round(c)
+        assert all(torch.equal(p, was) for p, was in zip(matrices, expected, strict=True))
+        c.all_reduce(torch.zeros(1)).wait("all ranks")
+        replica.close()
+
+    kind: Any = notified(False, machines, "fp32", make_sharded)
+    kind.updater = partial(ShardOptimizer, masters=True)
+    run_ranks(sum(machines), work)
