@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.optim import SGD
 
+from paceline.atomic_write import explained_writes, write_atomically
 from paceline.cli.garbage_collection import uncollected
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
@@ -17,6 +18,8 @@ from paceline.cluster.print_message import print_message
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.config.train import TrainConfig
 from paceline.generation.notes import Notes
+from paceline.observe.model_card import CARD_NAME, model_card
+from paceline.observe.run_summary import RunSummary
 from paceline.run.steps import Stop
 from paceline.session.agreement import agree_on_inputs
 from paceline.session.command_trainer import build_trainer
@@ -79,6 +82,8 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         if not ended:
             sys.exit(session.exit_status)
         _record_end(session, trainer)
+        if run.leads:
+            _write_card(config, trainer)
         return run.context.world
 
 
@@ -175,3 +180,26 @@ def _record_end(session: Session, trainer: Trainer) -> None:
         reason=trainer.convergence.reason(position) if early else "",
         weights=[str(path) for path in files if path.is_file()],
     )
+
+
+def _write_card(config: TrainConfig, trainer: Trainer) -> None:
+    """Write the model card of a run that has ended, where it has weights.
+
+    Raises:
+        PacelineError: the folder can't be read or written.
+    """
+    folder = trainer.folder
+    files = [path for path in weights_files(folder, trainer.weights_name) if path.is_file()]
+    if not files:
+        return
+    counts = (parameter.numel() for parameter in trainer.model.parameters())
+    card = model_card(
+        RunSummary.of_folder(folder, config.identity(), finished=True, active=True),
+        trainer.about,
+        files,
+        parameters=sum(counts) if trainer.staged is None else None,
+        data={"training": config.data.train_data, "test": config.data.test_data},
+    )
+    path = folder / CARD_NAME
+    with explained_writes(path):
+        write_atomically(path, card)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -76,7 +77,13 @@ def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_
         "class1",
         "class2",
     ]
+    card = (tmp_path / "runs" / "r" / "README.md").read_text()
     scores = [float(row["test_accuracy"]) for row in rows]
+    assert f"| test accuracy | {max(scores):.2%}, the best |" in card
+    assert "| classes | class0, class1, class2 |" in card
+    assert "paceline predict runs/r IMAGE_OR_FOLDER" in card
+    (loads,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
+    exec(loads.replace("resnet20_best.pt", str(tmp_path / "runs/r/resnet20_best.pt")), {})
     said = f"best test accuracy {max(scores):.2%} after epoch {scores.index(max(scores)) + 1}"
     assert said in ended.text
     assert "Weights: runs/r/resnet20_model.pt, runs/r/resnet20_best.pt" in ended.text
