@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
+from PIL import Image
 from torch.nn import functional as F
 
 from paceline.cli.main import main
+from paceline.observe.plots.confusion import confusion_png
 from tests.harness.library.finished_run import NAMES, logits_of, write_image, write_model, write_run
 
 IMAGES = 7
@@ -61,8 +66,6 @@ def test_the_tables_name_the_classes(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_matrix_is_drawn_with_a_cell_for_each_count(run: Path) -> None:
-    from PIL import Image
-
     words = ["evaluate", "pets", "--test_data", "test", "--use_cpu", "--confusion_png"]
     assert main([*words, "matrix.png"]) == 0
     image = Image.open("matrix.png").convert("RGB")
@@ -75,10 +78,16 @@ def test_the_matrix_is_drawn_with_a_cell_for_each_count(run: Path) -> None:
             assert blue(share) in known
 
 
+def test_a_class_is_a_row_of_the_picture() -> None:
+    """Of two classes whose images are all taken for the second one, the right column is dark."""
+    image = Image.open(io.BytesIO(confusion_png([[0, 10], [0, 10]], ["a", "b"]))).convert("RGB")
+    pixels = np.asarray(image)[:, : image.width * 7 // 10]  # without the bar of colours
+    rows, columns = np.nonzero((pixels == blue(1.0)).all(2))
+    assert np.ptp(rows) > 1.8 * np.ptp(columns) > 0
+
+
 def blue(share: float) -> tuple[int, ...]:
     """Return the colour of a share of a class, as matplotlib's own map has it."""
-    from matplotlib import colormaps
-
     return tuple(colormaps["Blues"](share, bytes=True)[:3])
 
 
