@@ -106,12 +106,8 @@ def dropouts(dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     }
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("sync", "kills"), [("allreduce", 5), ("notified", 3), (AVERAGE, 1)])
-def test_kills_at_random_moments_change_no_bit(
-    here: Path, dropouts: Mapping[str, Path], sync: str, kills: int
-) -> None:
-    words = train("dropout", "--checkpoint_steps", "2", "--sync", *sync.split())
+def resume_after(kills: int, words: tuple[str, ...], here: Path) -> None:
+    """Kill all processes of a run at random moments, so often; then let it end."""
     moments = random.Random(20180102)
     folder = here / "runs" / "r"
     for _ in range(kills):
@@ -128,6 +124,15 @@ def test_kills_at_random_moments_change_no_bit(
         assert all_end(family)
     ended = run(*words, folder=here)
     assert ended.status == 0, ended.text
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("sync", "kills"), [("allreduce", 5), ("notified", 3), (AVERAGE, 1)])
+def test_kills_at_random_moments_change_no_bit(
+    here: Path, dropouts: Mapping[str, Path], sync: str, kills: int
+) -> None:
+    words = train("dropout", "--checkpoint_steps", "2", "--sync", *sync.split())
+    resume_after(kills, words, here)
     told = losses(here / "runs" / "r")
     assert {step: set(values) for step, values in told.items()} == {
         step: {loss} for step, loss in curve(dropouts[sync]).items()
@@ -135,6 +140,24 @@ def test_kills_at_random_moments_change_no_bit(
     each_sample_once(here / "runs" / "r")
     assert [row["epoch"] for row in rows_of(here / "runs" / "r")] == ["0", "1", "2"]
     assert rows_of(here / "runs" / "r")[-1]["cumulative_input_count"] == "210"
+
+
+@pytest.mark.timeout(400)
+def test_kills_change_no_bit_of_an_average_by_another_optimizer_of_mixed_samples(
+    here: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = (
+        *("--optimizer", "lamb", "--base_learning_rate", "0.002", "--ema", "0.9"),
+        *("--mixup", "0.4", "--label_smoothing", "0.1"),
+    )
+    plain = uninterrupted(tmp_path_factory.mktemp("options"), "dropout", *options)
+    resume_after(1, train("dropout", "--checkpoint_steps", "2", *options), here)
+    files = [run / "dropout_model.pt" for run in (plain, here / "runs/r")]
+    assert first_difference(*(torch.load(file, weights_only=True) for file in files)) == ""
+    newest = [max((run / "checkpoints").glob("step-*.pt")) for run in (plain, here / "runs/r")]
+    states = [read_checkpoint(file) for file in newest]
+    entries = ("model", "optimizer", "ema")
+    assert first_difference(*({key: one[key] for key in entries} for one in states)) == ""
 
 
 @pytest.mark.timeout(400)

@@ -50,6 +50,7 @@ _CHANGED_LATER = {"T_i", "scale"}  # given at first, so that only the entry `giv
 _NAMES = frozenset({"params", "param_names"})
 # State that an option adds, and that the other state of a parameter lacks where it was off.
 _STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_ADDED_BY_TORCH = "differentiable"  # to the defaults of any optimizer, when its state is restored
 _LONGEST = 80  # characters of a value in a sentence
 
 
@@ -281,7 +282,7 @@ def require_options(name: str, optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for option in optimizer.defaults:
-            if option not in group:
+            if option not in group and option != _ADDED_BY_TORCH:
                 raise ConfigError(
                     Message(
                         "the checkpoint's {} has no {}, which {} needs: it was written with an "
