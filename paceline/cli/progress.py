@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +47,13 @@ def meter(
 def _bar(title: str, unit: str, console: Console, clock: Callable[[], float]) -> Iterator[Meter]:
     rate = TextColumn("{task.fields[rate]}")
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rate)
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    progress = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        redirect_stdout=sys.stdout.isatty(),  # results in a file or a pipe aren't the console's
+    )
+    with progress:
         task = progress.add_task(title, rate="")
         start = clock()
         shown = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from paceline.cli.progress import meter
@@ -35,3 +36,14 @@ def test_on_a_terminal_there_is_a_bar_that_ends_full() -> None:
     assert "100/100" in text
     assert "100%" in text
     assert "100 images/s" in text
+
+
+def test_results_that_go_elsewhere_stay_out_of_the_bars_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = io.StringIO()
+    with meter("Predicting", "images", Console(file=out, force_terminal=True)) as show:
+        print('{"image": "a.jpg"}')
+        show(1, 1)
+    assert capsys.readouterr().out == '{"image": "a.jpg"}\n'
+    assert "a.jpg" not in out.getvalue()
