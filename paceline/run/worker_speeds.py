@@ -7,9 +7,9 @@ in the step's summary, so all ranks know the same ones and decide alike (`ShareR
     boundary m + 2  decided; noted in the position: (m + LEAD, shares)
     step m + LEAD   begins with the new shares; no batch of it was yielded before the decision
 
-With equal shares some steps are measured once, and a line says how the ranks differ. A run whose
-exchange is chosen by measurement may measure more of them, and then propose a server
-(`ServerProposal`).
+With equal shares some steps of each generation are measured, and a line says once how the ranks
+differ. A run whose exchange is chosen by measurement may measure more of them, and then propose a
+server (`ServerProposal`).
 """
 
 from __future__ import annotations
@@ -68,22 +68,26 @@ class WorkerSpeeds:
         self._compared = False  # whether a window of steps with equal shares was compared
         self.batch_size = 0
         self._rule: ShareRule | None = None
-        self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
-        self._left = 2 * COMPARED  # with equal shares: steps that may still be measured
         self._named: Sequence[int] = ()  # the shares that the last line has
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Measure anew; keep the position's shares where there are as many ranks."""
+        """Measure anew; keep the position's shares where there are as many ranks.
+
+        Which steps are measured is known to all ranks from this generation alone. A rank may have
+        received fewer summaries of an earlier one than another: it noticed the loss before, or was
+        away.
+        """
         size = self._run.context.along("data").size
         planned = self._position.shares
         if not self.measured or any(len(shares) != size for _, shares in planned):
             planned.clear()
         self._rule = None
         self.due: float = self._position.number + (UNTIMED if self.measured else FIRST)
-        if size == 1 or not self._left:
+        if size == 1:
             self.due = math.inf
-        self._rows = []
+        self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
+        self._left = 2 * COMPARED  # with equal shares: steps that may still be measured
         if self._proposal is not None:
             self._proposal.windows.clear()  # of another world
         self.interrupt()
@@ -164,6 +168,7 @@ class WorkerSpeeds:
         again = self._proposal.add(self._rows)
         if (sentence := self._proposal.sentence()) is not None:
             self._say(sentence)
+            self._proposal.port_ms = None  # a later generation doesn't say it again
         return again
 
     def _report_difference(self, summary: StepSummary) -> None:

@@ -272,3 +272,26 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
         assert set(made) == {(32, 32)}
 
     run_ranks(2, work)
+
+
+def test_ranks_that_noticed_a_loss_at_different_boundaries_then_measure_the_same_steps() -> None:
+    """Otherwise their summaries' rows differ in length, at which Gloo aborts a process."""
+
+    def work(communicator: Communicator) -> list[float]:
+        rank = Rank(communicator, (1.0, 1.0), measured=False)
+        rank.train(FIRST + COMPARED // 2)
+        for summary in rank.run.context.summaries.receive(before=rank.position.number):
+            if rank.rank:  # the other's boundary isn't passed: what it hasn't received is dropped
+                rank.speeds.receive(summary)
+        rank.speeds.begin_generation()
+        due = []
+        for _ in range(FIRST + 3 * COMPARED):
+            rank.speeds.interrupt()  # no step can be timed, so their number ends the measurement
+            rank.train(1)
+            due.append(rank.speeds.due)
+        return due
+
+    first, other = run_ranks(2, work)
+    assert first == other
+    assert first[0] == 2 * FIRST + COMPARED // 2
+    assert first[-1] == float("inf")
