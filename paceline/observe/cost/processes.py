@@ -7,7 +7,11 @@ import time
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")  # of the times in /proc/<pid>/stat, per second
-_PARENT, _FIRST, _LAST, _STARTED = 1, 11, 15, 19  # fields of it after the name, counted from 0
+# Fields of it after the name, counted from 0:
+_PARENT = 1
+_FIRST = 11
+_LAST = 15
+_STARTED = 19
 
 
 def processor_seconds(root: int) -> float:
