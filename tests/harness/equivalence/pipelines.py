@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,8 +91,7 @@ class Later:
     replica: Replica | None = None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        assert self.replica is not None
-        return self.replica.no_sync()
+        return nullcontext() if self.replica is None else self.replica.no_sync()
 
 
 @dataclass

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,9 +29,12 @@ from tests.harness.library.small_training import (
     samples,
     whole_batches,
 )
+from tests.harness.processes.run_folders import wait_until
 
 EPOCHS = 3
 STAGES = 2
+INDEXES = "runs/stages/checkpoints/step-*.json"
+HERE = (Path(), Path("..", "machine0"))
 WAYS = {
     "allreduce": {"sync": "allreduce"},
     "notified": {"sync": "notified", "bucket_mb": 1e-4},
@@ -63,10 +67,16 @@ def trained_alone(stage: int) -> dict[str, Tensor]:
 
 
 def kill(own: str, deaths: Sequence[str]) -> None:
-    """Kill this process, if one of the deaths is its own."""
+    """Kill this process, if one of the deaths is its own.
+
+    After the first epoch it waits until a checkpoint is whole: until its index is here, or in the
+    folder that stands for the first machine.
+    """
     for death in deaths:
         named, _, other = death.partition("+")
         if named == own:
+            if named.split(":")[1] != "0":
+                wait_until(lambda: any(chain(*(each.glob(INDEXES) for each in HERE))), limit=20)
             if other:
                 os.kill(int(Path(f"pid.{other}").read_text()), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -44,6 +44,7 @@ from paceline.cluster.membership.voting.successor import Joiner, View
 from paceline.cluster.membership.voting_member import VotingMember
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
+from paceline.observe.cost.cost_meter import CostMeter
 from paceline.replica.live_hooks import patch
 from paceline.session.command_trainer import build_trainer
 from paceline.session.connect import connect_run
@@ -168,6 +169,9 @@ class Participant:
         if self.member.id == self._run.survivor_id:
             record_training(config, session)
         else:
+            session.meter = CostMeter(
+                _CPU, supervised=False
+            )  # as the survivor has: its sum is of all
             session.open_bindings()
         # A peer that joins later has no survivor to compare its model with.
         patch(session, "agree", lambda *_: None)
