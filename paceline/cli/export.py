@@ -77,7 +77,7 @@ def _path(config: ExportConfig, chosen: Format, trained: TrainedModel) -> Path:
     Raises:
         ConfigError: there is one already, or no such folder.
     """
-    path = Path(config.output) if config.output else trained.weights.with_suffix(chosen.suffix)
+    path = Path(config.output or _default_path(chosen, trained))
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else "is in a folder that isn't there"
         raise ConfigError(Message("{--output} {} {}: give the name of a file.", path, what))
@@ -88,6 +88,12 @@ def _path(config: ExportConfig, chosen: Format, trained: TrainedModel) -> Path:
             Message("{} is there already: give another {--output}, or {--overwrite}.", path)
         )
     return path
+
+
+def _default_path(chosen: Format, trained: TrainedModel) -> Path:
+    weights = trained.weights
+    path = weights.with_suffix(chosen.suffix)
+    return weights.with_stem(f"{weights.stem}_export") if path == weights else path
 
 
 def _as_text(path: Path, result: Comparison) -> str:

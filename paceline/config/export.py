@@ -31,7 +31,8 @@ class ExportConfig:
 
     output: str = ""
     """The file. By default beside the weights, under their name with
-    the format's suffix."""
+    the format's suffix, and with _export where that is the weights'
+    own name."""
 
     output_dir: str = "runs"
     """Folder of all runs."""

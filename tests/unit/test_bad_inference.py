@@ -114,7 +114,7 @@ CASES = {
     "resnet101 and resnet152: give another --format",
     f"export w.pt --normalize_inside {EXPORT}": "--normalize_inside: a file of --format torch has "
     "the weights alone: give --format onnx or torch-export",
-    "export w.pt --images photos": "w.pt is what is exported: give another --output",
+    "export w.pt --output w.pt --images photos": "w.pt is what is exported: give another --output",
     "export w.pt --images photos --output plain.pt": "plain.pt is there already: give another "
     "--output, or --overwrite",
     "export w.pt --images photos --output photos": "--output photos is a folder: give the name of",

@@ -87,6 +87,18 @@ def test_weights_are_those_of_the_model_and_described(
     assert main(["predict", str(path), str(folder / "photos/00.png"), "--use_cpu"]) == 0
 
 
+def test_a_file_is_beside_the_weights_and_never_over_them(
+    folder: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "w.pt").read_bytes()
+    for kind, name in (("torch", "w_export.pt"), ("safetensors", "w.safetensors")):
+        words = ("--format", kind, "--images", str(folder / "photos"))
+        assert main(["export", str(folder / "w.pt"), *words]) == 0
+        assert capsys.readouterr().out.startswith(f"{folder / name}: ")
+        assert (folder / name).exists()
+    assert (folder / "w.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize("words", [(), ("--normalize_inside",)])
 def test_onnx_runs_in_batches_of_any_size(
     folder: Path, model: nn.Module, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
