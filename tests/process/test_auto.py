@@ -88,7 +88,7 @@ def test_a_short_run_takes_collectives_and_says_so(tmp_path: Path) -> None:
 
 def test_a_script_chooses_by_its_first_steps(tmp_path: Path) -> None:
     script = Script("paceline", *SCRIPT, folder=tmp_path)
-    line = script.line_with("exchange: ").rstrip()
+    line = script.line_with("Pin this choice").rstrip()  # not the proposal of a server
     said = re.fullmatch(
         r"paceline: exchange: (\w+), \d+ MB buckets: .*\. "
         r"Pin this choice with sync \1 bucket_mb \d+\.",
