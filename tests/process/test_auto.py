@@ -35,7 +35,7 @@ def test_a_run_chooses_by_its_first_steps_and_goes_on_with_that(tmp_path: Path) 
     write_net(tmp_path)
     words = (*TRAIN, "--num_epochs", "100000")
     first = Command(*words, folder=tmp_path)
-    said = CHOSEN.search(first.line_with("exchange: ").rstrip())
+    said = CHOSEN.search(first.line_with("Pin this choice").rstrip())
     assert said is not None
     end(first)
     kept = tomllib.loads((tmp_path / "runs/r/exchange.toml").read_text())
