@@ -20,7 +20,7 @@ _POLL_S = 30.0  # between two looks at counters that wrap around
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Usage since a start: times in seconds, energy in joules; NaN: the machine doesn't tell it.
+    """Usage since a start: times in seconds, energy in joules; NaN: the machine doesn't report it.
 
     Attributes:
         processor: the processor time of all processes.
