@@ -33,6 +33,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [*value]
 
 
+def can_travel(value: object) -> bool:
+    """Return whether a value is what a stage may return to the next one, as `Value` says.
+
+    A named tuple isn't: it would arrive without its names.
+    """
+    tensors = value if type(value) is tuple else (value,)
+    return all(isinstance(tensor, Tensor) for tensor in tensors)
+
+
 def glue_of(model: nn.Module) -> Glue:
     """Return what a model of a known class does between its children."""
     if isinstance(model, ResNet):

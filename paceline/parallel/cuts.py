@@ -3,7 +3,8 @@
 Forward and backward of one microbatch are timed for each block, on a copy of it: the median of a
 few. The slowest stage sets the pipeline's pace, so the cuts are chosen whose slowest stage is
 fastest; among equal ones, those whose largest stage has the fewest bytes of parameters. Without an
-example batch, bytes alone decide.
+example batch, bytes alone decide. No stage is without parameters, or ends at a block that has
+returned what doesn't travel, where there are such cuts.
 
 A run resumes with the cuts that it began with, so the choice is in `cuts.toml` in its folder:
 
@@ -17,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,13 +26,13 @@ from typing import Any, NamedTuple
 import tomli_w
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import broadcast_state
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
-from paceline.parallel.blocks import Glue, cut_paths, run_blocks
+from paceline.parallel.blocks import Glue, can_travel, cut_paths, run_blocks
 from paceline.parallel.materialize import real_copy
 
 NAME = "cuts.toml"
@@ -43,10 +45,12 @@ class Cost(NamedTuple):
     Attributes:
         seconds: of forward and backward of a microbatch; 0 where none was measured.
         bytes: of its parameters.
+        travels: whether what it returns can be sent to another stage.
     """
 
     seconds: float
     bytes: int
+    travels: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def block_costs(
         if example is not None:
             with torch.random.fork_rng(devices=[]):
                 seconds, value = _timed(real_copy(block), path, glue, value)
-        costs.append(Cost(seconds, sum(p.nbytes for p in block.parameters())))
+        size = sum(p.nbytes for p in block.parameters())
+        costs.append(Cost(seconds, size, example is None or can_travel(value)))
     return costs
 
 
@@ -144,10 +149,11 @@ def best_cuts(costs: Sequence[Cost], stages: int) -> tuple[int, ...]:
     def best(first: int, left: int) -> tuple[Cost, tuple[int, ...]]:
         """Return the largest cost of the stages from a block on, and where they begin."""
         if left == 1:
-            return stage_costs(costs[first:], ())[0], (first,)
+            return _rated(costs[first:]), (first,)
         found = []
         for end in range(first + 1, len(costs) - left + 2):
-            own = stage_costs(costs[first:end], ())[0]
+            own = _rated(costs[first:end])
+            own = own if costs[end - 1].travels else Cost(inf, own.bytes)
             rest, cuts = best(end, left - 1)
             slower = Cost(max(own.seconds, rest.seconds), max(own.bytes, rest.bytes))
             found.append((slower, (first, *cuts)))
@@ -165,21 +171,27 @@ def stage_costs(costs: Sequence[Cost], cuts: Sequence[int]) -> list[Cost]:
     ]
 
 
+def _rated(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of a stage; one without parameters is the last choice."""
+    cost = stage_costs(costs, ())[0]
+    return cost if cost.bytes else Cost(inf, 0)
+
+
 def _timed(block: nn.Module, path: str, glue: Glue, value: Any) -> tuple[float, Any]:
     """Return the seconds of a block's forward and backward, and what it returns."""
     seconds = []
     output: Any = None
     for _ in range(_ROUNDS):
-        leaves = tree_map(_leaf, value)
+        leaves = tree_map_only(Tensor, _leaf, value)
         begin = time.perf_counter()
         output = run_blocks({path: block}, glue, leaves)
-        ends = [output] if isinstance(output, Tensor) else output
-        ends = [end for end in ends if end.requires_grad]
+        ends = [end for end in tree_leaves(output) if getattr(end, "requires_grad", False)]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         seconds.append(time.perf_counter() - begin)
-    return median(seconds), tree_map(Tensor.detach, output)
+    return median(seconds), tree_map_only(Tensor, Tensor.detach, output)
 
 
 def _leaf(value: Tensor) -> Tensor:
-    return value.detach().clone().requires_grad_(value.is_floating_point())
+    # The copy of a leaf: a block in place may write to it, not to a leaf.
+    return value.detach().requires_grad_(value.is_floating_point()).clone()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigError
-from paceline.parallel.blocks import Glue, run_blocks
+from paceline.parallel.blocks import Glue, can_travel, run_blocks
 
 MOST_TENSORS = 64
 """How many tensors travel from one stage to the next at most."""
@@ -83,9 +83,11 @@ class MetaTwin:
                 found = []
                 for stage, part in enumerate(self.parts):
                     value = run_blocks(part, self._glue, value)
-                    found.append(_boundary(value, stage))
+                    found.append(_boundary(value, stage, last=part is self.parts[-1]))
                 return found
-            except (NotImplementedError, RuntimeError, TypeError) as error:
+            except ConfigError:
+                raise
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"the model can't run on a batch of shape {x.shape} on the meta device, where "
                     f"the shapes between its stages are computed: {str(error).splitlines()[0]}; "
@@ -147,9 +149,9 @@ def _require_same(whole: Sequence[Any], composed: Sequence[Any]) -> None:
     )
 
 
-def _boundary(value: object, stage: int) -> Boundary:
-    tensors = (value,) if isinstance(value, Tensor) else value
-    if not isinstance(tensors, tuple) or not all(isinstance(one, Tensor) for one in tensors):
+def _boundary(value: object, stage: int, *, last: bool) -> Boundary:
+    tensors = value if isinstance(value, tuple) else (value,)
+    if not can_travel(tuple(tensors) if last else value):
         raise ConfigError(
             f"stage {stage} returns {type(value).__name__}, but only a tensor or a tuple of "
             "tensors travels between stages: cut the model at another block, or return tensors."

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,11 @@ class Stage(nn.Module):
     def twin(self) -> MetaTwin:
         """The whole model, without values."""
         return self._pipeline.twin
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of this stage, and of the twin, by whose mode shapes are computed."""
+        self.twin.whole.train(mode)
+        return super().train(mode)
 
     def train_batch(self, x: Tensor, y: Tensor) -> Tensor:
         """Run forward and backward of a batch through all stages; collective along them.

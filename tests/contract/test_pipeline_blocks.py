@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,6 +53,49 @@ def test_a_stage_may_be_frozen(schedule: str, frozen: range) -> None:
     for block in frozen:
         model[block].requires_grad_(False)
     require_equal(model, 3, microbatches=3, cuts=["3", "6"], schedule=schedule)
+
+
+class Named(NamedTuple):
+    """What a block returns."""
+
+    scores: Tensor
+    other: Tensor
+
+
+class Names(nn.Module):
+    """A block that returns a named tuple, or gets it."""
+
+    def forward(self, x: Any) -> Any:
+        return Named(x.tanh(), x) if isinstance(x, Tensor) else x.scores + x.other
+
+
+def test_a_named_tuple_travels_nowhere() -> None:
+    model = mlp(Names(), Names(), nn.Linear(WIDTH, WIDTH).double())
+    (sentence,) = refusals(model, cuts=["9"])
+    assert sentence.startswith("stage 0 returns Named, but only a tensor or a tuple of tensors")
+    require_equal(model, 2, data=batches(8), microbatches=2, cuts=["10"])
+
+    def loss(output: Named, y: Tensor) -> Tensor:
+        return F.cross_entropy(output.scores, y)
+
+    options = {"microbatches": 2, "cuts": ["4"], "loss": loss}
+    require_equal(nn.Sequential(*mlp(), Names()), 2, data=batches(8), **options)
+
+
+def test_a_batch_norm_evaluates_one_sample_and_trains_on_more() -> None:
+    ((x, y),) = batches(4)
+    model = mlp(nn.BatchNorm1d(WIDTH).double(), nn.Linear(WIDTH, WIDTH).double())
+    expected = model.eval()(x)
+    model.train()
+
+    def run(rank: PipelineRank) -> Tensor:
+        stage = rank.cut(model, F.cross_entropy, microbatches=4, cuts=["4"])
+        with pytest.raises(ConfigError, match=r"on a batch of shape \(1, 6\).*more than 1 value"):
+            stage.train_batch(x, y)
+        return stage.eval()(x)
+
+    for output in on_ranks(run, 2):
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
 
 
 class Larger(nn.Module):

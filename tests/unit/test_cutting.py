@@ -201,6 +201,27 @@ def test_bytes_decide_between_cuts_that_are_as_fast() -> None:
     assert best_cuts(costs, 2) == (2,)
 
 
+def test_each_stage_has_parameters_where_it_can() -> None:
+    assert best_cuts([Cost(0, 9), Cost(0, 0), Cost(0, 1), Cost(0, 1)], 3) == (1, 3)
+    assert best_cuts([Cost(0, 1), Cost(0, 0)], 2) == (1,)
+
+
+class Last(nn.Module):
+    """A block that returns the last output of a recurrent network."""
+
+    def forward(self, found: tuple[Tensor, Any]) -> Tensor:
+        return found[0][:, -1]
+
+
+def test_blocks_that_write_in_place_or_return_more_than_tensors_are_timed() -> None:
+    layers = (nn.LSTM(4, 4, batch_first=True), Last(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    given = nn.Sequential(*layers)
+    costs = block_costs(given, block_paths(given), {}, torch.randn(8, 3, 4))
+    assert [cost.travels for cost in costs] == [False, True, True, True]
+    assert best_cuts(costs, 2) != (1,)
+    assert all(cost.seconds > 0 for cost in costs)
+
+
 def test_the_choice_is_printed_once_with_its_figures() -> None:
     x = torch.randn(8, 4)
     before = model()
