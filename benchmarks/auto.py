@@ -9,13 +9,11 @@ by that of the fastest fixed one isn't above 1 by more than the interval.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
-from functools import partial
 from statistics import median
 
-from links import LOOPBACK, LinkError
+from command_line import Options, run_script
+from links import LOOPBACK, measuring
 from rounds import paired_ratio
 from step import measure
 from table import print_table
@@ -36,11 +34,8 @@ def main() -> None:
     if options.quick:
         options.rounds, options.steps = 2, 1
     for link in options.links:
-        try:
+        with measuring(link):
             milliseconds, rate = measure(link, options)
-        except LinkError as error:
-            print(f"\n{link}: not measured, as {error}.", flush=True)
-        else:
             print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
             print_choice(milliseconds, markdown=options.markdown)
 
@@ -55,21 +50,15 @@ def print_choice(milliseconds: Mapping[str, list[float]], *, markdown: bool) -> 
     print_table(lines, WIDTHS, markdown=markdown)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of one step")
-    add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=5)
-    add("--links", nargs="+", default=LINKS, metavar="LINK")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of one step", markdown=True)
+    parser.add("--rounds", type=int, default=15)
+    parser.add("--steps", type=int, default=5)
+    parser.add("--links", nargs="+", default=LINKS, metavar="LINK")
     add_work(parser)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     parser.set_defaults(rows=[AUTO, *FIXED])
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

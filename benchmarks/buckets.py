@@ -12,12 +12,11 @@ interval.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
-from functools import partial
 from statistics import median
 
-from links import LinkError
+from command_line import Options, run_script
+from links import measuring
 from rounds import paired_ratio
 from step import DDP, measure
 from table import method_of, print_table
@@ -35,19 +34,20 @@ def main() -> None:
         options.rounds, options.steps = 2, 1
     print(f"{title_of(options)}; {options.rounds} rounds of {options.steps} steps", flush=True)
     for link in options.links:
-        for wire in options.wires:
-            default = SyncConfig(sync="notified", wire=wire).bucket_bytes / 2**20
-            sizes = sorted({*options.sizes, default})
-            method = "notified" if wire == "fp32" else f"notified-{wire}"
-            options.rows = [f"{DDP}:{mb:g}" for mb in options.ddp]
-            options.rows += [f"{method}:{mb:g}" for mb in sizes]
-            try:
-                milliseconds, rate = measure(link, options)
-            except LinkError as error:
-                print(f"\n{link}: not measured, as {error}.", flush=True)
-                break
-            print(f"{wire}; a plain stream carries {rate:.3g} Gbit/s each way\n")
-            print_sizes(milliseconds, f"{method}:{default:g}", markdown=options.markdown)
+        with measuring(link):
+            _report(link, options)
+
+
+def _report(link: str, options: argparse.Namespace) -> None:
+    for wire in options.wires:
+        default = SyncConfig(sync="notified", wire=wire).bucket_bytes / 2**20
+        sizes = sorted({*options.sizes, default})
+        method = "notified" if wire == "fp32" else f"notified-{wire}"
+        options.rows = [f"{DDP}:{mb:g}" for mb in options.ddp]
+        options.rows += [f"{method}:{mb:g}" for mb in sizes]
+        milliseconds, rate = measure(link, options)
+        print(f"{wire}; a plain stream carries {rate:.3g} Gbit/s each way\n")
+        print_sizes(milliseconds, f"{method}:{default:g}", markdown=options.markdown)
 
 
 def print_sizes(milliseconds: Mapping[str, list[float]], default: str, *, markdown: bool) -> None:
@@ -72,23 +72,17 @@ def _fastest(milliseconds: Mapping[str, list[float]]) -> str:
     return min(milliseconds, key=lambda row: median(milliseconds[row]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of one step")
-    add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=5)
-    add("--links", nargs="+", default=["1gbit", "2.5gbit"], metavar="LINK")
-    add("--wires", nargs="+", default=CHOICES["wire"], choices=CHOICES["wire"])
-    add("--sizes", nargs="+", type=float, default=[1, 2, 4, 8, 16], metavar="MB")
-    add("--ddp", nargs="+", type=float, default=[1, 4, 25], metavar="MB")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of one step", markdown=True)
+    parser.add("--rounds", type=int, default=15)
+    parser.add("--steps", type=int, default=5)
+    parser.add("--links", nargs="+", default=["1gbit", "2.5gbit"], metavar="LINK")
+    parser.add("--wires", nargs="+", default=CHOICES["wire"], choices=CHOICES["wire"])
+    parser.add("--sizes", nargs="+", type=float, default=[1, 2, 4, 8, 16], metavar="MB")
+    parser.add("--ddp", nargs="+", type=float, default=[1, 4, 25], metavar="MB")
     add_work(parser)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

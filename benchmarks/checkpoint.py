@@ -15,19 +15,17 @@ file is synced to the disk under --folder, so its speed counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 
 import torch
+from command_line import Options, run_script
 from links import LOOPBACK, connect
 from place import meet
 from ranks import Ranks, start
@@ -157,26 +155,18 @@ def print_spans(spans: list[Spans]) -> None:
         print(f"{name:28}{interval}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="3 checkpoints")
-    add("--checkpoints", type=int, default=15)
-    add("--steps", type=int, default=8, help="quiet ones; default: %(default)s")
-    add("--ranks", type=int, default=2)
-    add("--model", default="resnet50")
-    add("--image-size", type=int, default=64)
-    add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
-    add("--dtype", choices=["float", "bfloat16"], default="float")
-    parser.add_argument("--folder", help="default: the system's folder for temporary files")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="3 checkpoints")
+    parser.add("--checkpoints", type=int, default=15)
+    parser.add("--steps", type=int, default=8, help="quiet ones")
+    parser.add("--ranks", type=int, default=2)
+    parser.add("--model", default="resnet50")
+    parser.add("--image-size", type=int, default=64)
+    parser.add("--batch", type=int, default=16, help="images a rank")
+    parser.add("--dtype", choices=["float", "bfloat16"], default="float")
+    parser.add("--folder", help="default: the system's folder for temporary files")
     return parser
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):
-        serve(Saving(**json.loads(sys.argv[1])))
-    else:
-        try:
-            main()
-        except KeyboardInterrupt:
-            sys.exit(130)
+    run_script(main, lambda work: serve(Saving(**work)))

@@ -8,13 +8,13 @@ same schedule: what accuracy these files and this many epochs give.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from command_line import Options, run_script
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,11 +48,11 @@ def augmented(images: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("train", type=Path)
-    parser.add_argument("test", type=Path)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = Options(__doc__)
+    parser.add("train", type=Path)
+    parser.add("test", type=Path)
+    parser.add("--epochs", type=int, default=20)
+    parser.add("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     images, labels = read(options.train)
@@ -96,4 +96,4 @@ def accuracy(model: nn.Module, folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,15 +9,12 @@ they are between machines. What FOLDER has already isn't run again: the same com
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from statistics import mean
 
-from table import print_table
+from accuracies import last_accuracy, print_ends
+from command_line import Options, run_script
 
 from paceline.codecs.codecs import CODECS
 
@@ -39,7 +36,7 @@ def main() -> None:
             ends[wire].append(accuracy)
             print(f"seed {seed}, {wire}: {accuracy:.2%} of the test images", flush=True)
     print()
-    print_ends(ends, options.seeds, markdown=options.markdown)
+    print_ends("wire", ends, options.seeds, width=8, markdown=options.markdown)
 
 
 def end_of(run_id: str, wire: str, seed: int, options: argparse.Namespace) -> float:
@@ -54,21 +51,7 @@ def end_of(run_id: str, wire: str, seed: int, options: argparse.Namespace) -> fl
         finally:
             for machine in machines:
                 machine.terminate()
-    (log,) = folder.glob("*.log")
-    lines = [line for line in log.read_text().splitlines() if not line.startswith("#")]
-    return float(list(csv.DictReader(lines))[-1]["test_accuracy"])
-
-
-def print_ends(
-    ends: dict[str, list[float]], seeds: Sequence[int], *, markdown: bool = False
-) -> None:
-    """Print a line a wire: its accuracies, their mean, and what that is from the first wire's."""
-    first = mean(next(iter(ends.values())))
-    lines = [["wire", *(f"seed {seed}" for seed in seeds), "mean", "points from the first"]]
-    for wire, accuracies in ends.items():
-        cells = [f"{accuracy:.2%}" for accuracy in (*accuracies, mean(accuracies))]
-        lines.append([wire, *cells, f"{100 * (mean(accuracies) - first):+.2f}"])
-    print_table(lines, [8, *[10] * (len(seeds) + 1), 24], markdown=markdown)
+    return last_accuracy(folder)
 
 
 def _start(
@@ -96,23 +79,18 @@ def _start(
         return subprocess.Popen([*train, *MODEL, *given], stdout=file, stderr=file)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("train", type=Path, help="database of the training images")
-    parser.add_argument("test", type=Path, help="database of the test images")
-    parser.add_argument("--runs", type=Path, required=True, help="folder for the runs")
-    add("--epochs", type=int, default=8)
-    add("--epoch-size", type=int, default=50_000)
-    add("--batch", type=int, default=64, help="images a machine; default: %(default)s")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--wires", nargs="+", choices=sorted(CODECS), default=["fp32", "bf16", "int8"])
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, markdown=True)
+    parser.add("train", type=Path, help="database of the training images")
+    parser.add("test", type=Path, help="database of the test images")
+    parser.add("--runs", type=Path, required=True, help="folder for the runs")
+    parser.add("--epochs", type=int, default=8)
+    parser.add("--epoch-size", type=int, default=50_000)
+    parser.add("--batch", type=int, default=64, help="images a machine")
+    parser.add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add("--wires", nargs="+", choices=sorted(CODECS), default=["fp32", "bf16", "int8"])
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -18,14 +18,14 @@ and the barrier are those of `floor.py`, at the rate that a plain stream reaches
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mean, median
 
 import numpy as np
+from command_line import Options, run_script
 from floor import profile_of_work
-from links import LinkError, connect
+from links import connect, measuring
 from ranks import start
 from rounds import Interval, interleaved
 from schedules import barrier, floor
@@ -50,14 +50,11 @@ def main() -> None:
     print(title_of(options), flush=True)
     profile = profile_of_work(options)
     for link in options.links:
-        try:
+        with measuring(link):
             parts, gbit = measure(link, options)
-        except LinkError as error:
-            print(f"\n{link}: not measured, as {error}.", flush=True)
-            continue
-        print(f"a plain stream carries {gbit:.3g} Gbit/s each way\n")
-        least, slow = floor(profile, options.ranks, gbit), barrier(profile, options.ranks, gbit)
-        _print(parts, least, slow, markdown=options.markdown)
+            print(f"a plain stream carries {gbit:.3g} Gbit/s each way\n")
+            least, slow = floor(profile, options.ranks, gbit), barrier(profile, options.ranks, gbit)
+            _print(parts, least, slow, markdown=options.markdown)
 
 
 def measure(
@@ -112,18 +109,12 @@ def _print(
     print_table(lines, WIDTHS, markdown=markdown)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="a round of one step for each part")
-    add("--links", nargs="+", default=["1gbit", "2.5gbit"], metavar="LINK")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="a round of one step for each part", markdown=True)
+    parser.add("--links", nargs="+", default=["1gbit", "2.5gbit"], metavar="LINK")
     add_work(parser)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

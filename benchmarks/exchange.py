@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from command_line import Options, run_script
 from exchanges import ITEM, MAKERS, ideal_bytes
-from links import LinkError, switch
+from links import measuring, switch
 from ranks import start
 from rounds import interleaved, paired_ratio
 from table import method_of, one_of, print_table
@@ -64,12 +64,8 @@ def main() -> None:
         flush=True,
     )
     for world in options.worlds:
-        try:
-            milliseconds = measure(world, options)
-        except LinkError as error:
-            print(f"\n{world}: not measured, as {error}.", flush=True)
-        else:
-            print_world(milliseconds, world, options)
+        with measuring(world):
+            print_world(measure(world, options), world, options)
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -113,13 +109,11 @@ def _numel(options: argparse.Namespace) -> int:
     return numel
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of one sum")
-    add("--rounds", type=int, default=9)
-    add("--steps", type=int, default=3)
-    parser.add_argument(
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of one sum", markdown=True)
+    parser.add("--rounds", type=int, default=9)
+    parser.add("--steps", type=int, default=3)
+    parser.add(
         "--worlds",
         nargs="+",
         default=[World.named(text) for text in WORLDS],
@@ -127,15 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         type=World.named,
         help=f"default: {' '.join(WORLDS)}",
     )
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS))
-    add("--mb", type=float, default=100, help="millions of bytes; default: %(default)s")
-    add("--rate", default="500mbit", help="of a port, as tc knows it; default: %(default)s")
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+    parser.add(
+        "--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS)
+    )
+    parser.add("--mb", type=float, default=100, help="millions of bytes")
+    parser.add("--rate", default="500mbit", help="of a port, as tc knows it")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

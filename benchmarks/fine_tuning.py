@@ -10,16 +10,14 @@ all but the last stage frozen. What FOLDER has already isn't run again: the same
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from statistics import mean
 
-from table import print_table
+from accuracies import last_accuracy, print_ends
+from command_line import Options, run_script
 
 CLASSES = 5  # of ten, for the first training
 MODEL = [
@@ -57,19 +55,9 @@ def main() -> None:
             ends[way].append(_train(f"other-{number}-{seed}", "other", flags, options, more))
             print(f"seed {seed}, {way}: {ends[way][-1]:.2%} of the test images", flush=True)
     print()
-    _print(ends, options)
+    title = f"{options.epochs} epochs"
+    print_ends(title, ends, options.seeds, width=36, markdown=options.markdown)
     print(f"\n{time.monotonic() - started:.0f} seconds in all")
-
-
-def _print(ends: Mapping[str, list[float]], options: argparse.Namespace) -> None:
-    """Print a line a way: its accuracies, their mean, and what that is from the first way's."""
-    first = mean(next(iter(ends.values())))
-    seeds = [f"seed {seed}" for seed in options.seeds]
-    lines = [[f"{options.epochs} epochs", *seeds, "mean", "points from scratch"]]
-    for way, accuracies in ends.items():
-        cells = [f"{accuracy:.2%}" for accuracy in (*accuracies, mean(accuracies))]
-        lines.append([way, *cells, f"{100 * (mean(accuracies) - first):+.2f}"])
-    print_table(lines, [36, *[8] * len(lines[0][1:-1]), 20], markdown=options.markdown)
 
 
 def _database(images: Path, classes: list[str], where: Path, few: int) -> None:
@@ -106,9 +94,7 @@ def _train(
     if not (folder / "finished").exists():
         given = [str(word) for pair in words.items() for word in pair]
         _run(["train", *MODEL, *given, *(more or ())], options.runs / f"{run_id}.txt")
-    (log,) = folder.glob("*.log")
-    lines = [line for line in log.read_text().splitlines() if not line.startswith("#")]
-    return float(list(csv.DictReader(lines))[-1]["test_accuracy"])
+    return last_accuracy(folder)
 
 
 def _run(words: list[str], output: Path) -> None:
@@ -118,23 +104,18 @@ def _run(words: list[str], output: Path) -> None:
             raise SystemExit(f"paceline {' '.join(words)} failed: what it said is in {output}.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("train", type=Path, help="training images, CLASS/IMAGE")
-    parser.add_argument("test", type=Path, help="test images, CLASS/IMAGE")
-    parser.add_argument("--runs", type=Path, required=True, help="folder for the runs")
-    add("--first-epochs", type=int, default=20)
-    add("--epochs", type=int, default=10)
-    add("--images", type=int, default=100, help="a class, of the other half; default: %(default)s")
-    add("--rate", type=float, default=0.1)
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, markdown=True)
+    parser.add("train", type=Path, help="training images, CLASS/IMAGE")
+    parser.add("test", type=Path, help="test images, CLASS/IMAGE")
+    parser.add("--runs", type=Path, required=True, help="folder for the runs")
+    parser.add("--first-epochs", type=int, default=20)
+    parser.add("--epochs", type=int, default=10)
+    parser.add("--images", type=int, default=100, help="a class, of the other half")
+    parser.add("--rate", type=float, default=0.1)
+    parser.add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -30,7 +30,8 @@ from statistics import median
 
 import numpy as np
 import torch
-from links import LOOPBACK, LinkError, connect
+from command_line import Options, run_script
+from links import LOOPBACK, connect, measuring
 from ranks import keep_to_own_cores, start
 from schedules import Parameter, Profile, barrier, bucketed, floor, no_overlap
 from step import measure
@@ -119,11 +120,8 @@ def main() -> None:
         print(f"\n{gbit:g} Gbit/s:\n", flush=True)
         _print(profile, options, gbit, {})
     for link in options.links:
-        try:
+        with measuring(link):
             measured, gbit = measure(link, options)
-        except LinkError as error:
-            print(f"\n{link}: not measured, as {error}.", flush=True)
-        else:
             print(f"a plain stream carries {gbit:.3g} Gbit/s each way\n")
             _print(profile, options, gbit, {row: median(ms) for row, ms in measured.items()})
 
@@ -198,21 +196,18 @@ def _serve(setting: Setting) -> None:
         print(json.dumps(times.of_step()), flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="3 steps, and 2 rounds of one step")
-    add("--profile-steps", type=int, default=30)
-    add("--gbit", type=_rate, nargs="+", default=[1.0, 2.5], metavar="RATE")
-    add("--mb", type=float, nargs="+", default=[16.0, 4.0], metavar="MB")
-    parser.add_argument(
-        "--links", nargs="+", default=[], metavar="LINK", help="to run --rows on, as 1gbit"
+def _parser() -> Options:
+    parser = Options(__doc__, quick="3 steps, and 2 rounds of one step", markdown=True)
+    parser.add("--profile-steps", type=int, default=30)
+    parser.add("--gbit", type=_rate, nargs="+", default=[1.0, 2.5], metavar="RATE")
+    parser.add("--mb", type=float, nargs="+", default=[16.0, 4.0], metavar="MB")
+    parser.add("--links", nargs="+", default=[], metavar="LINK", help="to run --rows on, as 1gbit")
+    parser.add(
+        "--rows", nargs="+", default=["ddp:25", "notified"], metavar="ROW", type=one_of(MAKERS)
     )
-    add("--rows", nargs="+", default=["ddp:25", "notified"], metavar="ROW", type=one_of(MAKERS))
-    add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=5)
+    parser.add("--rounds", type=int, default=15)
+    parser.add("--steps", type=int, default=5)
     add_work(parser)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
 
 
@@ -226,10 +221,4 @@ def _rate(text: str) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):
-        _serve(Setting(**json.loads(sys.argv[1])))
-    else:
-        try:
-            main()
-        except KeyboardInterrupt:
-            sys.exit(130)
+    run_script(main, lambda work: _serve(Setting(**work)))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from command_line import Options, run_script
 from table import print_table
 from torch.nn import functional as F
 
@@ -94,20 +95,17 @@ def measure(options: argparse.Namespace, sync: str) -> tuple[float, float, int]:
     return seconds, watch.seconds / options.steps, len(list(model.parameters()))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--image-size", type=int, default=32, help="in pixels")
-    parser.add_argument("--batch", type=int, default=32, help="images a worker")
-    parser.add_argument("--sync", nargs="+", default=["allreduce", "notified"])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="steps that count")
-    parser.add_argument("--skipped", type=int, default=20, help="steps before them")
-    parser.add_argument("--markdown", action="store_true")
+def _parser() -> Options:
+    parser = Options(__doc__, markdown=True)
+    parser.add("--model", default="resnet20")
+    parser.add("--image-size", type=int, default=32, help="in pixels")
+    parser.add("--batch", type=int, default=32, help="images a worker")
+    parser.add("--sync", nargs="+", default=["allreduce", "notified"])
+    parser.add("--workers", type=int, default=2)
+    parser.add("--steps", type=int, default=100, help="steps that count")
+    parser.add("--skipped", type=int, default=20, help="steps before them")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

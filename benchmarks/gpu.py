@@ -38,6 +38,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from command_line import Options
 from gpu_correctness import correctness
 from gpu_input import decode, input_
 from gpu_rows import Row, Setting, failure, print_rows
@@ -141,11 +142,10 @@ def _sections(text: str) -> list[str]:
     return names
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument(
+def _parser() -> Options:
+    parser = Options(__doc__, figures=True)
+    parser.add("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add(
         "--sections",
         type=_sections,
         default=list(SECTIONS),

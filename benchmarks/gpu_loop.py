@@ -9,7 +9,6 @@ their own process in a step: `resumed` once a checkpoint is on the disk, `lost` 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import Options, run_script
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -176,11 +176,11 @@ def _kill(case: Case, world: World, run: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--run", type=Path)
-    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser = Options(__doc__)
+    parser.add("--device", required=True)
+    parser.add("--out", type=Path, required=True)
+    parser.add("--run", type=Path)
+    parser.add("cases", nargs="+", choices=CASES)
     options = parser.parse_args()
     for name in options.cases:
         result = train(name, options.device, options.run)
@@ -188,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import gpu_models
 import torch
+from command_line import Options, run_script
 from input import PillowDataset
 from torch import Tensor
 from torch.nn import functional
@@ -70,16 +71,16 @@ def _batches(options: argparse.Namespace, device: torch.device) -> Iterator[tupl
             )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", required=True, help="a function of gpu_models.py")
-    parser.add_argument("--data", type=Path, help="an LMDB; without it, images are synthetic")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--batch_size", type=int, default=256)
-    parser.add_argument("--image_size", type=int, default=224)
+def _parser() -> Options:
+    parser = Options(__doc__)
+    parser.add("--device", default="cuda")
+    parser.add("--model", required=True, help="a function of gpu_models.py")
+    parser.add("--data", type=Path, help="an LMDB; without it, images are synthetic")
+    parser.add("--workers", type=int, default=1)
+    parser.add("--batch_size", type=int, default=256)
+    parser.add("--image_size", type=int, default=224)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import Options, run_script
 from rounds import interleaved, paired_ratio
 from table import print_table
 from torch import nn
@@ -77,7 +78,7 @@ def _run(start: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         work = {"start": start, "ranks": ranks, "folder": folder}
         work |= {name: getattr(options, name) for name in ("rounds", "steps", "fused")}
-        command = [sys.executable, __file__, "--as-rank", json.dumps(work)]
+        command = [sys.executable, __file__, json.dumps(work)]
         if ranks > 1:
             launch = "from paceline.cli.main import main; main()"
             flags = ["launch", "-n", str(ranks), "--use_cpu", "--"]
@@ -217,23 +218,14 @@ def _nothing() -> None:
     """Leave everything as it is: nothing is under way."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps")
-    add("--rounds", type=int, default=25)
-    add("--steps", type=int, default=20)
-    add("--ranks", type=int, nargs="+", choices=sorted(STARTS), default=sorted(STARTS))
-    parser.add_argument("--fused", action="store_true", help="torch's fused SGD in all rows")
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of 2 steps", markdown=True)
+    parser.add("--rounds", type=int, default=25)
+    parser.add("--steps", type=int, default=20)
+    parser.add("--ranks", type=int, nargs="+", choices=sorted(STARTS), default=sorted(STARTS))
+    parser.add("--fused", action="store_true", help="torch's fused SGD in all rows")
     return parser
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        be_rank(json.loads(sys.argv[2]))
-        sys.exit()
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main, be_rank)

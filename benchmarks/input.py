@@ -15,7 +15,6 @@ one decode process, beside the same step while a bare process makes as many of t
 
 from __future__ import annotations
 
-import argparse
 import io
 import multiprocessing
 import os
@@ -32,6 +31,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from command_line import Options, run_script
 from photographs import HEIGHT, WIDTH, write_photographs
 from PIL import Image
 from rounds import interleaved, median_of, paired_ratio
@@ -309,11 +309,10 @@ def _print_steps(folder: Path, rounds: int, steps: int) -> None:
         print(f"{name:28}{median_of(values).median:9.1f}   {ratio}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=11, help="default: %(default)s")
-    parser.add_argument(
+def _parser() -> Options:
+    parser = Options(__doc__, quick="short rounds, to see that it runs")
+    parser.add("--rounds", type=int, default=11)
+    parser.add(
         "--sections",
         type=lambda text: text.split(","),
         default=["rate", "step"],
@@ -323,4 +322,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,6 +28,19 @@ class LinkError(Exception):
     """The link can't be made here; says why."""
 
 
+@contextmanager
+def measuring(what: object) -> Iterator[None]:
+    """Run a block that needs links; where they can't be made, print so instead of what it prints.
+
+    Args:
+        what: what isn't measured then.
+    """
+    try:
+        yield
+    except LinkError as error:
+        print(f"\n{what}: not measured, as {error}.", flush=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One end of a link.

@@ -24,12 +24,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from command_line import Options, run_script
 from table import print_table
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,19 +54,12 @@ BATCH, SIZE, LABELS, WARM = 64, 32, 10, 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")
-    add("--model", default="resnet20")
-    add("--steps", type=int, default=300)
-    add("--workers", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="few steps")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = Options(__doc__, quick="few steps", markdown=True)
+    parser.add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")
+    parser.add("--model", default="resnet20")
+    parser.add("--steps", type=int, default=300)
+    parser.add("--workers", type=int, default=2)
     options = parser.parse_args()
-    if options.worker:
-        work(**json.loads(options.worker))
-        return
     steps = 40 if options.quick else options.steps
     lines = [TITLES, *(_measure(sync, steps, options) for sync in options.sync)]
     print_table(lines, WIDTHS, markdown=options.markdown)
@@ -77,7 +71,7 @@ def _measure(sync: str, steps: int, options: argparse.Namespace) -> list[str]:
         words = {"sync": sync, "steps": steps, "model": options.model, "folder": folder}
         command = [
             *(sys.executable, "-m", "paceline.cli.main", "launch", "-n", str(options.workers)),
-            *("--", sys.executable, __file__, "--worker", json.dumps(words)),
+            *("--", sys.executable, __file__, json.dumps(words)),
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
@@ -160,7 +154,4 @@ def _processor_seconds() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main, lambda words: work(**words))

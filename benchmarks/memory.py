@@ -16,16 +16,15 @@ ddp and fsdp2 are torch's, which has none.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 
+from command_line import Options, run_script
 from memory_rank import OWNERS
 from table import print_table
 
@@ -75,21 +74,15 @@ def line_of(row: str, ranks: int, rounds: Sequence[Mapping[str, float]]) -> list
     return [row, str(ranks), *(f"{number:.2f}" for number in [*middle.values(), rest])]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="20 MB, one round")
-    add("--mb", type=float, default=100.0)
-    add("--steps", type=int, default=14)
-    add("--rounds", type=int, default=3)
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    add("--rows", choices=ROWS, nargs="+", default=list(ROWS))
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="20 MB, one round", markdown=True)
+    parser.add("--mb", type=float, default=100.0)
+    parser.add("--steps", type=int, default=14)
+    parser.add("--rounds", type=int, default=3)
+    parser.add("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add("--rows", choices=ROWS, nargs="+", default=list(ROWS))
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

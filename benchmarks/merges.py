@@ -24,11 +24,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from accuracy_ways import MODELS, PACELINE
+from command_line import Options, run_script
 from exchanges import ITEM, ideal_bytes
-from links import LinkError, connect, switch
+from links import connect, switch
 from place import Place, Variant, meet, nothing, run_of
 from ranks import keep_to_own_cores, serve, start
 from rounds import interleaved, median_of, paired_ratio
@@ -228,36 +230,29 @@ def train() -> None:
         print(json.dumps(slowing.round()), flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of one merge")
-    add("--rounds", type=int, default=9)
-    add("--merges", type=int, default=3, help="merges a round; default: %(default)s")
-    add("--worlds", type=int, nargs="*", default=[2, 4, 8], metavar="WORKERS")
-    add("--rate", default="200mbit", help="of a switch's port; default: %(default)s")
-    add("--mb", type=float, default=36, help="millions of bytes of weights; default: %(default)s")
-    add("--links", nargs="*", default=["100mbit", "1gbit"], help="for the second table")
-    add("--rows", nargs="+", default=["average", "average-int8", "average-int4"])
-    add("--every", type=int, default=64, help="H; default: %(default)s")
-    add("--batch", type=int, default=32, help="images a worker; default: %(default)s")
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+def be_rank(place: dict[str, Any]) -> None:
+    """Train, or merge in turns with the other workers, as the parent says."""
+    if place.get("every"):
+        train()
+        return
+    setting = Setting(**place)
+    makers = {LINE: stream, MERGE: merge}
+    serve(place["rows"], lambda row: makers[row](setting, meet(setting, row)))
+
+
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of one merge", markdown=True)
+    parser.add("--rounds", type=int, default=9)
+    parser.add("--merges", type=int, default=3, help="merges a round")
+    parser.add("--worlds", type=int, nargs="*", default=[2, 4, 8], metavar="WORKERS")
+    parser.add("--rate", default="200mbit", help="of a switch's port")
+    parser.add("--mb", type=float, default=36, help="millions of bytes of weights")
+    parser.add("--links", nargs="*", default=["100mbit", "1gbit"], help="for the second table")
+    parser.add("--rows", nargs="+", default=["average", "average-int8", "average-int4"])
+    parser.add("--every", type=int, default=64, help="H")
+    parser.add("--batch", type=int, default=32, help="images a worker")
     return parser
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):
-        place = json.loads(sys.argv[1])
-        if place.get("every"):
-            train()
-        else:
-            setting = Setting(**place)
-            makers = {LINE: stream, MERGE: merge}
-            serve(place["rows"], lambda row: makers[row](setting, meet(setting, row)))
-    else:
-        try:
-            main()
-        except LinkError as error:
-            sys.exit(f"no such link here: {error}.")
-        except KeyboardInterrupt:
-            sys.exit(130)
+    run_script(main, be_rank)

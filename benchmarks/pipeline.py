@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import secrets
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,7 +32,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from links import LOOPBACK, LinkError, connect
+from command_line import Options, run_script
+from links import LOOPBACK, connect, measuring
 from ranks import Ranks, start
 from rounds import interleaved, paired_ratio
 from table import print_table
@@ -78,10 +78,8 @@ def _speeds(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     found: list[dict[str, Any]] = []
     for rate in options.rates:
-        try:
+        with measuring(rate):
             found += measure(rate, options)
-        except LinkError as error:
-            print(f"\n{rate}: not measured, as {error}.", flush=True)
     return found
 
 
@@ -241,37 +239,32 @@ def _work(options: argparse.Namespace, rows: Sequence[str], master: str) -> dict
     return {name: getattr(options, name) for name in names} | {"rows": rows, "master": master}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 1 step")
-    parser.add_argument("--bubble", action="store_true", help="idle shares in place of speeds")
-    add("--model", choices=["gpt", "resnet50"], default="resnet50")
-    add("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
-    add("--torch", nargs="*", choices=TORCH, default=TORCH)
-    add("--rates", nargs="+", default=RATES)
-    add("--batch", type=int, default=16)
-    add("--microbatches", type=int, default=8)
-    add("--layers", type=int, default=12, help="of the gpt (default: %(default)s)")
-    add("--image_size", type=int, default=128)
-    add("--cuts", nargs="*", default=[], help="child of the model that begins the second stage")
-    add("--wait_ms", type=float, default=20.0, help="of a pass that waits (default: %(default)s)")
-    add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=2)
-    add(
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of 1 step", markdown=True, figures=True)
+    parser.add("--bubble", action="store_true", help="idle shares in place of speeds")
+    parser.add("--model", choices=["gpt", "resnet50"], default="resnet50")
+    parser.add("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add("--torch", nargs="*", choices=TORCH, default=TORCH)
+    parser.add("--rates", nargs="+", default=RATES)
+    parser.add("--batch", type=int, default=16)
+    parser.add("--microbatches", type=int, default=8)
+    parser.add("--layers", type=int, default=12, help="of the gpt")
+    parser.add("--image_size", type=int, default=128)
+    parser.add(
+        "--cuts", nargs="*", default=[], help="child of the model that begins the second stage"
+    )
+    parser.add("--wait_ms", type=float, default=20.0, help="of a pass that waits")
+    parser.add("--rounds", type=int, default=7)
+    parser.add("--steps", type=int, default=2)
+    parser.add(
         "--warm_up",
         type=int,
         default=15,
-        help="steps first; the first few are checked for mistakes (default: %(default)s)",
+        help="steps first; the first few are checked for mistakes",
     )
-    add("--bubble_steps", type=int, default=20)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the measurements there")
+    parser.add("--bubble_steps", type=int, default=20)
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -16,8 +16,9 @@ of the images and at the end.
 
 from __future__ import annotations
 
-import argparse
 import os
+
+from command_line import Options, run_script
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as all commands do, before torch is loaded
 
@@ -158,15 +159,15 @@ def script(trained: TrainedModel, paths: list[str], workers: int) -> float:
     return len(paths) / (time.perf_counter() - begun)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder")
-    parser.add_argument("--images", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--image_size", type=int, default=32)
+def _parser() -> Options:
+    parser = Options(__doc__)
+    parser.add("folder")
+    parser.add("--images", type=int, default=10_000)
+    parser.add("--rounds", type=int, default=5)
+    parser.add("--model", default="resnet20")
+    parser.add("--image_size", type=int, default=32)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

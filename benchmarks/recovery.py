@@ -20,11 +20,11 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from command_line import Options, run_script
 from recovery_runs import (
     PARTS,
     WORK,
@@ -124,20 +124,17 @@ def _line(name: str, found: Sequence[Recovery], failures: int) -> list[str]:
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    add("--model", choices=list(WORK), default=list(WORK), nargs="+")
-    add("--kills", type=int, default=100)
-    add("--peer", choices=["torchrun", "none"], default="torchrun")
-    add("--peer-kills", type=int, default=20)
-    add("--sync", choices=["allreduce", "notified"], default=["allreduce", "notified"], nargs="+")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, markdown=True)
+    parser.add("--model", choices=list(WORK), default=list(WORK), nargs="+")
+    parser.add("--kills", type=int, default=100)
+    parser.add("--peer", choices=["torchrun", "none"], default="torchrun")
+    parser.add("--peer-kills", type=int, default=20)
+    parser.add(
+        "--sync", choices=["allreduce", "notified"], default=["allreduce", "notified"], nargs="+"
+    )
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import Options, run_script
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,13 +26,13 @@ from paceline.models.zoo import build_model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument("--labels", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=64, help="images a step of all workers")
-    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser = Options(__doc__)
+    parser.add("--folder", type=Path, required=True)
+    parser.add("--model", default="resnet20")
+    parser.add("--image-size", type=int, default=32)
+    parser.add("--labels", type=int, default=10)
+    parser.add("--batch", type=int, default=64, help="images a step of all workers")
+    parser.add("--every", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -69,4 +70,4 @@ def train(options: argparse.Namespace, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

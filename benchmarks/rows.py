@@ -16,11 +16,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
+from command_line import Options, run_script
 from table import print_table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,18 +114,17 @@ def _numbers(folder: Path) -> list[str]:
     return [f"{parameters:,}", f"{milliseconds:.0f}", *(f"{value:.2f}" for value in megabytes)]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="6 steps")
-    add("--steps", type=int, default=30)
-    add("--ranks", type=int, default=2)
-    add("--machines", type=int, default=1)
-    add("--sync", nargs="+", choices=["allreduce", "notified"], default=["allreduce", "notified"])
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
-    parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
+def _parser() -> Options:
+    parser = Options(__doc__, quick="6 steps", markdown=True)
+    parser.add("--steps", type=int, default=30)
+    parser.add("--ranks", type=int, default=2)
+    parser.add("--machines", type=int, default=1)
+    parser.add(
+        "--sync", nargs="+", choices=["allreduce", "notified"], default=["allreduce", "notified"]
+    )
+    parser.add("--train", nargs=4, help=argparse.SUPPRESS)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,7 +22,6 @@ import math
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import Options, run_script
 from rounds import median_of, paired_ratio, rotated
 from server_ways import RefusedError, histogram, reason_in
 from shares import limit, limited_group, release
@@ -378,24 +378,17 @@ def _histograms(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
     return plotted
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="one round of short measurements")
-    add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=10.0)
-    add("--settling", type=float, default=10.0)
-    add("--batch", type=int, default=96, help="images of a global batch; default: %(default)s")
-    add("--always", nargs="*", default=ALWAYS, metavar="SYNC[ measured]")
-    add("--in_turn", nargs="*", default=IN_TURN, metavar="SYNC[ measured]")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the staleness histograms, as SVG")
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="one round of short measurements", markdown=True, figures=True)
+    parser.add("--rounds", type=int, default=5)
+    parser.add("--seconds", type=float, default=10.0)
+    parser.add("--settling", type=float, default=10.0)
+    parser.add("--batch", type=int, default=96, help="images of a global batch")
+    parser.add("--always", nargs="*", default=ALWAYS, metavar="SYNC[ measured]")
+    parser.add("--in_turn", nargs="*", default=IN_TURN, metavar="SYNC[ measured]")
+    parser.add("--plot", type=Path, help="draw the staleness histograms, as SVG")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

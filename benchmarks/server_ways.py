@@ -19,11 +19,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from command_line import Options, run_script
 from table import print_table
 from time_to_accuracy import read
 
@@ -156,26 +156,19 @@ def _line(way: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("train", type=Path, help="class folders of images, 32 x 32")
-    parser.add_argument("test", type=Path)
-    parser.add_argument("--quick", action="store_true", help="1,000 images, one epoch and seed")
-    parser.add_argument("--results", type=Path, help="folder that keeps what each run found")
-    add("--ways", nargs="+", default=WAYS, metavar="SYNC")
-    add("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    add("--workers", type=int, default=3)
-    add("--images", type=int, default=10_000)
-    add("--epochs", type=int, default=6)
-    add("--batch", type=int, default=120, help="images of a global batch; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="1,000 images, one epoch and seed", markdown=True, figures=True)
+    parser.add("train", type=Path, help="class folders of images, 32 x 32")
+    parser.add("test", type=Path)
+    parser.add("--results", type=Path, help="folder that keeps what each run found")
+    parser.add("--ways", nargs="+", default=WAYS, metavar="SYNC")
+    parser.add("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add("--workers", type=int, default=3)
+    parser.add("--images", type=int, default=10_000)
+    parser.add("--epochs", type=int, default=6)
+    parser.add("--batch", type=int, default=120, help="images of a global batch")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

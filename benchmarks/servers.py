@@ -32,7 +32,8 @@ from statistics import median
 from typing import Any
 
 import psutil
-from links import LinkError, Machine, switch
+from command_line import Options, run_script
+from links import Machine, measuring, switch
 from ranks import Ranks, start
 from rounds import Interval, interleaved, paired_ratio
 from server_ranks import LAYER_BYTES, MAKERS, MASTER_PORT, RUN_ID, steps_of
@@ -94,15 +95,11 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for rate in options.rates:
         for world in worlds:
-            try:
+            with measuring(f"{world}, {rate} a port"):
                 found += measure(world, rate, options)
-            except LinkError as error:
-                print(f"\n{world}, {rate} a port: not measured, as {error}.", flush=True)
     if options.small_steps:
-        try:
+        with measuring("the memory of a server"):
             found.append(memory(options))
-        except LinkError as error:
-            print(f"\nthe memory of a server: not measured, as {error}.", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
@@ -259,36 +256,29 @@ def _layers(options: argparse.Namespace) -> int:
     return max(2, round(options.mb * 1e6 / LAYER_BYTES / 2) * 2)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="one world, 2 rounds of a step")
-    add("--rounds", type=int, default=3)
-    add("--steps", type=int, default=2)
-    add("--small_steps", type=int, default=10_000)
-    parser.add_argument(
+def _parser() -> Options:
+    parser = Options(__doc__, quick="one world, 2 rounds of a step", markdown=True, figures=True)
+    parser.add("--rounds", type=int, default=3)
+    parser.add("--steps", type=int, default=2)
+    parser.add("--small_steps", type=int, default=10_000)
+    parser.add(
         "--worlds",
         nargs="+",
         metavar="WORKERSxSERVERS",
         type=World.named,
         help=f"default: {' '.join(WORLDS)}; with --quick {' '.join(QUICK_WORLDS)}",
     )
-    add("--rates", nargs="*", default=RATES, help="of a port, as tc knows it; default: %(default)s")
-    parser.add_argument(
+    parser.add("--rates", nargs="*", default=RATES, help="of a port, as tc knows it")
+    parser.add(
         "--rows",
         nargs="+",
         metavar="METHOD[:MB]",
         type=one_of(MAKERS),
         help=f"default: {' '.join(ROWS)}; with --quick {' '.join(QUICK_ROWS)}",
     )
-    add("--mb", type=float, default=50, help="millions of bytes a worker; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+    parser.add("--mb", type=float, default=50, help="millions of bytes a worker")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

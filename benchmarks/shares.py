@@ -35,6 +35,7 @@ from socket import socket
 from typing import Any
 
 import torch
+from command_line import Options, run_script
 from rounds import interleaved, median_of, paired_ratio
 from shares_plot import picture
 from table import print_table
@@ -54,17 +55,11 @@ TITLES = ["", "images/s", "of the sum of both"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round of few steps")
-    parser.add_argument("--plot", type=Path, help="draw the run with changes of speed, as SVG")
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = Options(__doc__, quick="one round of few steps", markdown=True)
+    parser.add("--models", nargs="+", choices=WORK, default=list(WORK))
+    parser.add("--rounds", type=int, default=3)
+    parser.add("--plot", type=Path, help="draw the run with changes of speed, as SVG")
     options = parser.parse_args()
-    if options.worker:
-        work(**json.loads(options.worker))
-        return 0
     if options.plot and len(options.models) != 1:
         parser.error("--plot draws one model: give one with --models, such as --models resnet20")
     if len(os.sched_getaffinity(0)) < 2:
@@ -174,7 +169,7 @@ def workers(
                 **{"WORLD_SIZE": str(len(slow)), "LOCAL_WORLD_SIZE": str(len(slow))},
                 **{"MASTER_PORT": str(port), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"},
             }
-            command = [sys.executable, __file__, "--worker", json.dumps(words)]
+            command = [sys.executable, __file__, json.dumps(words)]
             environment = {**os.environ, **variables}
             ranks.append(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -265,4 +260,4 @@ def _set_quota(group: Path, microseconds: int | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, lambda words: work(**words))

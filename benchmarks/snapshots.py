@@ -20,7 +20,6 @@ columns are the replica check's:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from checkpoint import timed
+from command_line import Options, run_script
 from links import LOOPBACK, connect
 from place import meet
 from ranks import start
@@ -131,27 +131,18 @@ def serve(setting: Setting) -> None:
         print(seconds, copies, snapshots.nbytes, model, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="10 steps")
-    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs, to read instead")
-    add("--steps", type=int, default=60)
-    add("--ranks", type=int, default=2)
-    add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")
-    add("--model", default="resnet20")
-    add("--image-size", type=int, default=32)
-    add("--batch", type=int, default=32, help="images a rank; default: %(default)s")
-    add("--dtype", choices=["float", "bfloat16"], default="float")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+def _parser() -> Options:
+    parser = Options(__doc__, quick="10 steps", markdown=True)
+    parser.add("--runs", type=Path, nargs="+", help="folders of runs, to read instead")
+    parser.add("--steps", type=int, default=60)
+    parser.add("--ranks", type=int, default=2)
+    parser.add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")
+    parser.add("--model", default="resnet20")
+    parser.add("--image-size", type=int, default=32)
+    parser.add("--batch", type=int, default=32, help="images a rank")
+    parser.add("--dtype", choices=["float", "bfloat16"], default="float")
     return parser
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith("{"):
-        serve(Setting(**json.loads(sys.argv[1])))
-    else:
-        try:
-            main()
-        except KeyboardInterrupt:
-            sys.exit(130)
+    run_script(main, lambda work: serve(Setting(**work)))

@@ -16,8 +16,7 @@ and their ratios are of time: see `against.py`.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,8 @@ from against import (
     print_ratios,
     run_checkout,
 )
-from links import LOOPBACK, LinkError, connect
+from command_line import Options, run_script
+from links import LOOPBACK, connect, measuring
 from ranks import start
 from rounds import interleaved, paired_ratio
 from table import method_of, one_of, print_table
@@ -60,7 +60,8 @@ def main() -> None:
     if options.against is None:
         print(f"{title_of(options)}; {options.rounds} rounds of {options.steps} steps", flush=True)
         for link in options.links:
-            _report(link, partial(_report_speeds, link, options))
+            with measuring(link):
+                _report_speeds(link, options)
         return
     if options.rounds > options.most_rounds:
         parser.error(f"--rounds {options.rounds} is more than --most-rounds {options.most_rounds}")
@@ -72,7 +73,8 @@ def main() -> None:
             flush=True,
         )
         for link in options.links:
-            _report(link, partial(_report_ratios, link, options, rows, old))
+            with measuring(link):
+                _report_ratios(link, options, rows, old)
 
 
 def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
@@ -156,13 +158,6 @@ def _rows_of_both(
     return both
 
 
-def _report(link: str, report: Callable[[], None]) -> None:
-    try:
-        report()
-    except LinkError as error:
-        print(f"\n{link}: not measured, as {error}.", flush=True)
-
-
 def _report_speeds(link: str, options: argparse.Namespace) -> None:
     milliseconds, rate = measure(link, options)
     print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
@@ -186,22 +181,22 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of one step")
-    add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=5)
-    add("--links", nargs="+", default=LINKS, metavar="LINK")
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS))
+def _parser() -> Options:
+    parser = Options(__doc__, quick="2 rounds of one step", markdown=True)
+    parser.add("--rounds", type=int, default=15)
+    parser.add("--steps", type=int, default=5)
+    parser.add("--links", nargs="+", default=LINKS, metavar="LINK")
+    parser.add(
+        "--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS)
+    )
     add_work(parser)
-    parser.add_argument(
+    parser.add(
         "--against",
         type=a_checkout,
         metavar="PATH",
         help="another checkout, whose rows of Paceline run in turn with this one's",
     )
-    add(
+    parser.add(
         "--precision",
         type=float,
         default=1,
@@ -209,20 +204,16 @@ def _parser() -> argparse.ArgumentParser:
         help="with --against: add rounds until an interval's half-width is this; "
         "default: %(default)s",
     )
-    add("--most-rounds", type=int, default=100, help="with --against; default: %(default)s")
-    add(
+    parser.add("--most-rounds", type=int, default=100, help="with --against")
+    parser.add(
         "--restart-every",
         type=_positive,
         default=5,
         metavar="ROUNDS",
-        help="with --against: rounds between two starts of the ranks; default: %(default)s",
+        help="with --against: rounds between two starts of the ranks",
     )
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

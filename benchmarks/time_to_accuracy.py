@@ -22,16 +22,15 @@ import argparse
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accuracy_ways import MODELS, PACELINE, average_of
-from links import LinkError, connect
+from command_line import Options, run_script
+from links import connect
 from PIL import Image
 from ranks import start
 from table import method_of, print_table
@@ -219,37 +218,30 @@ def _link(link: str) -> str:
     return link
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, help="default: %(default)s")
-    parser.add_argument("train", type=Path, help="class folders of the training images")
-    parser.add_argument("test", type=Path, help="class folders of the test images")
-    parser.add_argument("--results", type=Path, required=True, help="folder for the results")
-    add("--model", choices=sorted(MODELS), default="resnet20")
-    add("--links", nargs="*", type=_link, default=["100mbit", "1gbit"])
-    parser.add_argument("--rows", nargs="+", type=_row, default=ROWS, help=", ".join(ROWS))
-    add("--accuracy", type=float, default=0.8)
-    add("--batch", type=int, default=32, help="images a rank; default: %(default)s")
-    add("--epochs", type=int, default=10)
-    add("--images", type=int, default=0, help="training images; 0: all")
-    add("--evaluate", type=int, default=200, help="steps between evaluations; %(default)s")
-    add(
+def _parser() -> Options:
+    parser = Options(__doc__, markdown=True)
+    parser.add("train", type=Path, help="class folders of the training images")
+    parser.add("test", type=Path, help="class folders of the test images")
+    parser.add("--results", type=Path, required=True, help="folder for the results")
+    parser.add("--model", choices=sorted(MODELS), default="resnet20")
+    parser.add("--links", nargs="*", type=_link, default=["100mbit", "1gbit"])
+    parser.add("--rows", nargs="+", type=_row, default=ROWS, help=f"default: {' '.join(ROWS)}")
+    parser.add("--accuracy", type=float, default=0.8)
+    parser.add("--batch", type=int, default=32, help="images a rank")
+    parser.add("--epochs", type=int, default=10)
+    parser.add("--images", type=int, default=0, help="training images; 0: all")
+    parser.add("--evaluate", type=int, default=200, help="steps between evaluations")
+    parser.add(
         "--start-powersgd",
         type=int,
         default=2,
-        help="steps of plain DDP before PowerSGD, of which torch demands 2; default: %(default)s",
+        help="steps of plain DDP before PowerSGD, of which torch demands 2",
     )
-    add("--warm-up", type=int, default=100, help="steps before `model_averaging`; %(default)s")
-    add("--timed", type=int, default=16, help="steps that are timed; default: %(default)s")
-    add("--seed", type=int, default=1)
-    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+    parser.add("--warm-up", type=int, default=100, help="steps before `model_averaging`")
+    parser.add("--timed", type=int, default=16, help="steps that are timed")
+    parser.add("--seed", type=int, default=1)
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except LinkError as error:
-        sys.exit(f"no such link here: {error}.")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -10,13 +10,13 @@ codecs of merges.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
 import torch
+from command_line import Options, run_script
 from rounds import interleaved
 from torch import Tensor
 
@@ -29,9 +29,8 @@ Work = dict[str, Callable[[], object]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few values, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=11, help="default: %(default)s")
+    parser = Options(__doc__, quick="few values, to see that it runs")
+    parser.add("--rounds", type=int, default=11)
     options = parser.parse_args()
     numel, rounds = (256_000, 3) if options.quick else (NUMEL, options.rounds)
     torch.set_num_threads(1)
@@ -114,4 +113,4 @@ def timed(function: Callable[[], object], calls: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

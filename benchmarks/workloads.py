@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from command_line import Options
 from models import CLASSES, MODELS, VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional
@@ -79,19 +80,18 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def add_work(parser: argparse.ArgumentParser) -> None:
+def add_work(parser: Options) -> None:
     """Add the options that choose the work; `settled` gives those a value that have none."""
-    add = partial(parser.add_argument, help="default: %(default)s")
-    add("--model", default="resnet50", help=f"of the zoo, or {', '.join(MODELS)}; %(default)s")
-    parser.add_argument("--image-size", type=int, help="default: 64; of vgg16 32")
-    parser.add_argument(
+    parser.add("--model", default="resnet50", help=f"of the zoo, or {', '.join(MODELS)}")
+    parser.add("--image-size", type=int, help="default: 64; of vgg16 32")
+    parser.add(
         "--batch", type=int, help="images or sequences a rank; default: 16; of lstm 20, of gpt 8"
     )
-    add("--ranks", type=int, default=2)
-    add("--dtype", choices=["float", "bfloat16"], default="float")
+    parser.add("--ranks", type=int, default=2)
+    parser.add("--dtype", choices=["float", "bfloat16"], default="float")
 
 
-def settled(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def settled(parser: Options) -> argparse.Namespace:
     """Read the options of `add_work`; the model's own defaults where they aren't given."""
     options = parser.parse_args()
     workload = workload_of(options.model)
