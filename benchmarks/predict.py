@@ -7,11 +7,15 @@ Interleaved, on JPEG files of a folder, on the CPU:
     decode     Paceline's decode processes alone: batches are made and dropped
     model      the model alone, with a batch that is there
     predict    both, as `paceline predict` runs them
-    script     Pillow and torch's DataLoader, in 20 lines, with as many processes
+    command    `paceline predict --csv`, the whole program
+    script     `predict_plain.py`, the whole program: Pillow and torch's DataLoader
 
 Where decoding and model share the cores, no program predicts more than 1 / (1/decode + 1/model)
-images a second: `predict` is printed as a share of that. Memory is this process's, after a quarter
-of the images and at the end.
+images a second: `predict` is printed as a share of that, without the start of Python and torch. The
+two programs have the same files, weights, batch size and environment, as many processes that
+decode, and rows of the same form to write; their starts count. Their processor time, of all their
+processes, is the better comparison on a machine that others use. Memory is this process's in
+`predict`, after a quarter of the images and at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from command_line import Options, run_script
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as all commands do, before torch is loaded
 
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,11 +36,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from rounds import interleaved, median_of, paired_ratio
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
@@ -48,44 +52,56 @@ from paceline.state.weights import save_weights
 from paceline.state.weights_about import describe
 
 BATCH = 64  # of `paceline predict`
-MEAN, STD = 128.0, 128.0  # Paceline's defaults
+PACELINE = ("-m", "paceline.cli.main")
+PLAIN = Path(__file__).with_name("predict_plain.py")
 CPU = torch.device("cpu")
 
 
 def main() -> None:
     arguments = _parser().parse_args()
+    keep_freed_memory()  # as the command does
     paths = find_images([arguments.folder])[: arguments.images]
-    trained = trained_model(arguments.model, arguments.image_size)
     processes = decode_processes(len(paths), None)
     print(f"{len(paths):,} images, {arguments.model}; decode processes: {processes}, and a thread")
     memory: list[tuple[int, int]] = []
-    found = interleaved(
-        {
-            "decode": lambda: decoding(trained, paths, processes),
-            "model": lambda: model_alone(trained, len(paths)),
-            "predict": lambda: predicting(trained, paths, memory),
-            "script": lambda: script(trained, paths, processes + 1),
-        },
-        arguments.rounds,
-    )
+    used: dict[str, list[float]] = {"command": [], "script": []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.pt"
+        trained = trained_model(file, arguments.model, arguments.image_size)
+        command = [*PACELINE, "predict", str(file), "-", "--csv", "--use_cpu"]
+        script = [str(PLAIN), str(file), arguments.model, str(arguments.image_size)]
+        script += [str(processes + 1)]
+        found = interleaved(
+            {
+                "decode": lambda: decoding(trained, paths, processes),
+                "model": lambda: model_alone(trained, len(paths)),
+                "predict": lambda: predicting(trained, paths, memory),
+                "command": lambda: program(command, paths, used["command"]),
+                "script": lambda: program(script, paths, used["script"]),
+            },
+            arguments.rounds,
+        )
     for name, values in found.items():
         print(f"{name:<10}{median_of(values):,.0f} images/s")
     bound = [1 / (1 / d + 1 / m) for d, m in zip(found["decode"], found["model"], strict=True)]
     print(f"predict / bound    {paired_ratio(found['predict'], bound)}")
-    print(f"predict / script   {paired_ratio(found['predict'], found['script'])}")
+    print(f"command / script   {paired_ratio(found['command'], found['script'])}")
+    for name, values in used.items():
+        print(f"processor, {name:<8}{median_of(values)} s")
+    print(
+        f"command / script   {paired_ratio(used['command'], used['script'])} of its processor time"
+    )
     quarter, end = memory[0]
     print(f"memory: {quarter / 2**20:.0f} MiB after a quarter, {end / 2**20:.0f} MiB at the end")
 
 
-def trained_model(name: str, size: int) -> TrainedModel:
-    """Return a model with new weights, as `paceline predict` reads it."""
+def trained_model(file: Path, name: str, size: int) -> TrainedModel:
+    """Write a model's new weights to a file, and return it as `paceline predict` reads it."""
     data = DataConfig(train_data="x", num_labels=10, image_size=size, augment="none")
     config = TrainConfig(data=data, model=ModelConfig(model=name))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "weights.pt"
-        model = build_model(name, num_labels=10, num_channels=3)
-        save_weights(file, model, describe(config, None))
-        return TrainedModel.read(None, CPU, str(file))
+    model = build_model(name, num_labels=10, num_channels=3)
+    save_weights(file, model, describe(config, None))
+    return TrainedModel.read(None, CPU, str(file))
 
 
 def decoding(trained: TrainedModel, paths: list[str], processes: int) -> float:
@@ -130,33 +146,28 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-class Files(Dataset[Tensor]):
-    """Images of files, by Pillow."""
+def program(words: list[str], paths: list[str], used: list[float]) -> float:
+    """Measure a program that reads paths, and add the processor seconds of its processes to `used`.
 
-    def __init__(self, paths: list[str], size: int) -> None:
-        self._paths = paths
-        self._size = size
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> Tensor:
-        image = Image.open(self._paths[index]).convert("RGB").resize((self._size, self._size))
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return (pixels.float() - MEAN) / STD
-
-
-@torch.no_grad()
-def script(trained: TrainedModel, paths: list[str], workers: int) -> float:
-    """Measure the script that a user would write."""
+    Those of a process count once its parent has waited for it.
+    """
+    before = os.times()
     begun = time.perf_counter()
-    dataset = Files(paths, trained.config.data.image_size)
-    found = []
-    for images in DataLoader(dataset, BATCH, num_workers=workers):
-        best = trained.model(images).softmax(1).topk(3)
-        found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    assert len(found) == len(paths)
-    return len(paths) / (time.perf_counter() - begun)
+    done = subprocess.run(
+        [sys.executable, *words],
+        input="\n".join(paths),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - begun
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert [row.partition(",")[0] for row in done.stdout.splitlines()][-len(paths) :] == paths
+    used.append(
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
+    return len(paths) / seconds
 
 
 def _parser() -> Options:

@@ -16,6 +16,7 @@ from paceline.cli.output_file import write_output
 from paceline.cli.progress import meter
 from paceline.cli.run_images import open_test_data
 from paceline.cli.tables import table_console, table_of
+from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.evaluate import EvaluateConfig
 from paceline.errors import ConfigError, Message
 from paceline.inference.evaluation import Evaluation, evaluate, most_confused
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(EvaluateConfig, argv, prog="paceline evaluate", description=_DESCRIPTION)
     if config.confusion_png:
         require_matplotlib()
+    keep_freed_memory()  # each batch takes the memory of the last one's activations
     folder, file = find_run_or_weights(config.run, Path(config.output_dir))
     cuda = torch.cuda.is_available() and not config.use_cpu
     device = torch.device("cuda" if cuda else "cpu")

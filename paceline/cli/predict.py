@@ -18,6 +18,7 @@ from rich.console import Console
 from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
+from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.predict import PredictConfig
 from paceline.data.image.image_paths import find_images
 from paceline.data.ordered_map import Meter
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(PredictConfig, argv, prog="paceline predict", description=_DESCRIPTION)
+    keep_freed_memory()  # each batch takes the memory of the last one's activations
     folder, file = find_run_or_weights(config.run, Path(config.output_dir))
     paths = find_images(_places(config.images))
     cuda = torch.cuda.is_available() and not config.use_cpu

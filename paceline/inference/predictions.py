@@ -74,7 +74,7 @@ def predict(
     batches = image_batches(trained, ImageFiles(paths), ranges, decode_processes(count, workers))
     with closing(batches):
         for making, images in batches:
-            yield from _predictions(paths, making, _logits(trained, images), top)
+            yield from _predictions(paths, making, _likeliest(trained, images, top))
 
 
 def image_batches(
@@ -130,24 +130,25 @@ def _images(batches: BatchMaker, making: Making) -> Tensor | None:
     return uploaded.images
 
 
-def _logits(trained: TrainedModel, images: Tensor | None) -> Tensor | None:
+def _likeliest(
+    trained: TrainedModel, images: Tensor | None, top: int
+) -> Iterator[tuple[list[float], list[int]]]:
+    """Return the probabilities and the labels of the likeliest classes, for each image."""
     if images is None:
-        return None
+        return iter(())
     with torch.no_grad():
-        return trained.predictor.logits(images).float().cpu()
+        shares = trained.predictor.logits(images).float().softmax(1)
+        best = shares.topk(min(top, shares.shape[1]))
+    return zip(best.values.tolist(), best.indices.tolist(), strict=True)
 
 
 def _predictions(
-    paths: Sequence[str], making: Making, logits: Tensor | None, top: int
+    paths: Sequence[str], making: Making, rows: Iterator[tuple[list[float], list[int]]]
 ) -> Iterator[Prediction]:
-    rows = iter(()) if logits is None else iter(logits.softmax(1))
     for record in making.records.tolist():
         path = paths[record]
         if record in making.bad:
             yield Prediction(path=path, error=str(making.bad[record]))
             continue
-        row = next(rows)
-        best = row.topk(min(top, len(row)))
-        yield Prediction(
-            path=path, labels=best.indices.tolist(), probabilities=best.values.tolist()
-        )
+        shares, labels = next(rows)
+        yield Prediction(path=path, labels=labels, probabilities=shares)

@@ -15,9 +15,12 @@ def test_predictions_beside_their_parts_and_a_script(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, out + err
     lines = out.strip().splitlines()
-    rates = {line.split()[0]: line.split() for line in lines[1:5]}
-    assert [*rates] == ["decode", "model", "predict", "script"]
+    rates = {line.split()[0]: line.split() for line in lines[1:6]}
+    assert [*rates] == ["decode", "model", "predict", "command", "script"]
     assert all(float(words[1].replace(",", "")) > 0 for words in rates.values())
-    assert lines[5].startswith("predict / bound")
-    assert lines[6].startswith("predict / script")
-    assert "MiB at the end" in lines[7]
+    assert lines[6].startswith("predict / bound")
+    assert lines[7].startswith("command / script")
+    assert lines[8].startswith("processor, command")
+    assert lines[9].startswith("processor, script")
+    assert lines[10].endswith("of its processor time")
+    assert "MiB at the end" in lines[11]

@@ -1,4 +1,4 @@
-"""Setting of the C allocator for workers: memory freed by a step stays for the next one.
+"""Setting of the C allocator of what computes: memory freed by a step stays for the next one.
 
 By default glibc returns freed memory to the kernel, which zeroes it again page by page: 25,000 page
 faults in a step of a ResNet-50 on a core, a fifth of its time.
