@@ -25,7 +25,7 @@ def print_ends(
     width: int,
     markdown: bool,
 ) -> None:
-    """Print a line a way: its accuracies, their mean, and what that is from the first way's.
+    """Print a line a way: its accuracies, their mean, and the points from the first way's.
 
     Args:
         title: of the first column.
@@ -34,11 +34,12 @@ def print_ends(
         width: of the first column.
         markdown: whether the table is markdown.
     """
-    names = list(ends)
-    first = mean(ends[names[0]])
-    lines = [[title, *(f"seed {seed}" for seed in seeds), "mean", f"points from {names[0]}"]]
+    base = next(iter(ends.values()))
+    lines = [[title, *(f"seed {seed}" for seed in seeds), "mean", "points above the first line"]]
     for way, accuracies in ends.items():
         cells = [f"{accuracy:.2%}" for accuracy in (*accuracies, mean(accuracies))]
-        lines.append([way, *cells, f"{100 * (mean(accuracies) - first):+.2f}"])
-    widths = [width, *[10] * (len(seeds) + 1), len(lines[0][-1]) + 2]
+        points = [100 * (own - first) for own, first in zip(accuracies, base, strict=True)]
+        by_seed = ", ".join(f"{point:+.2f}" for point in points)
+        lines.append([way, *cells, f"{mean(points):+.2f} ({by_seed})"])
+    widths = [width, *[10] * (len(seeds) + 1), max(len(line[-1]) for line in lines) + 2]
     print_table(lines, widths, markdown=markdown)
