@@ -91,14 +91,15 @@ def _workers_of(folder: Path | None) -> int:
 def _require_classes(
     config: EvaluateConfig, names: Sequence[str] | None, trained: TrainedModel
 ) -> None:
-    if trained.named and names is not None and tuple(names) != tuple(trained.names):
+    known = trained.classes
+    if known is not None and names is not None and tuple(names) != tuple(known):
         raise ConfigError(
             Message(
                 "{--test_data} {}: its classes, {}, aren't those of the run, {}; create it from "
                 "folders of the same classes.",
                 config.test_data,
                 _some(names),
-                _some(trained.names),
+                _some(known),
             )
         )
 

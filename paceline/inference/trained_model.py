@@ -38,8 +38,7 @@ class TrainedModel:
     Attributes:
         config: the run's configuration.
         weights: the file of the weights.
-        names: the names of the classes, label 0 first; where they aren't known, the labels.
-        named: whether they are known.
+        classes: the names of the classes, label 0 first; None: they aren't known.
         model: the module, on its device.
         device: where it computes.
         workers: of the run, which each had a slice of a batch; None: unknown.
@@ -48,8 +47,7 @@ class TrainedModel:
 
     config: TrainConfig
     weights: Path
-    names: Sequence[str]
-    named: bool
+    classes: Sequence[str] | None
     model: nn.Module
     device: torch.device
     workers: int | None
@@ -77,19 +75,24 @@ class TrainedModel:
         check_weights(file, "weights")
         about = read_description(file) or _description_of(folder, file)
         config = _config_of(file, about)
-        known = about.get("classes")
         model = make_model(config, device).eval()
         load_weights(file, model, flag="weights", whole=True)
         return cls(
             config=config,
             weights=file,
-            names=known or tuple(map(str, range(config.data.num_labels))),
-            named=known is not None,
+            classes=about.get("classes"),
             model=model,
             device=device,
             workers=about.get("workers"),
             threads=about.get("threads"),
         )
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """A name for each output of the model: its class's, or the label where none is known."""
+        outputs = self.config.data.num_labels
+        known = (self.classes or ())[:outputs]  # there may be more outputs than classes, or fewer
+        return (*known, *map(str, range(len(known), outputs)))
 
     @cached_property
     def predictor(self) -> Predictor:

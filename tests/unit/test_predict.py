@@ -70,6 +70,14 @@ def test_the_best_weights_come_first_and_classes_without_names_are_numbers(
     assert one["classes"][0]["class"] == str(label)
 
 
+def test_outputs_beyond_the_classes_are_shown_as_labels(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "labels.txt").write_text(f"{NAMES[0]}\n")
+    (one,) = predicted(capsys, str(run), "photos/holiday/0.png")
+    assert {each["label"]: each["class"] for each in one["classes"]} == {0: NAMES[0], 1: "1", 2: "2"}
+
+
 def test_an_image_that_cannot_be_read_is_named_and_the_others_are_classified(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,8 +78,7 @@ class Exported:
     @property
     def about(self) -> dict[str, Any]:
         """The model's description."""
-        trained = self.trained
-        return describe(trained.config, trained.names if trained.named else None)
+        return describe(self.trained.config, self.trained.classes)
 
 
 class Normalizing(nn.Module):
