@@ -51,7 +51,7 @@ _EDITABLE = frozenset(
 )
 
 _ENDING = ("num_epochs", "target_accuracy", "patience")
-"""Flags that decide where a run ends: with other ones, a finished run continues."""
+"""Flags that decide where a run ends, its epochs first: with others, a finished run continues."""
 
 # Flags of which the first default run ids were digests, whatever their values. Never changes.
 _FIRST_DIGESTED = frozenset(
@@ -179,14 +179,16 @@ def edits(known: Mapping[str, object], wanted: Mapping[str, object]) -> dict[str
     return {name: now for name, _, now in changes if name in _EDITABLE}
 
 
-def continues(known: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
+def continues(known: Mapping[str, object], wanted: Mapping[str, object], *, complete: bool) -> bool:
     """Return whether a finished run continues with other flags, which end it elsewhere.
 
     Args:
         known: identity of the run, as it was saved.
         wanted: identity of the same run, as it is asked for now.
+        complete: all its epochs were trained, so that only more of them continue it.
     """
-    return any(name in _ENDING for name, _, _ in _changes(known, wanted))
+    ending = _ENDING[:1] if complete else _ENDING
+    return any(name in ending for name, _, _ in _changes(known, wanted))
 
 
 def _changes(

@@ -43,6 +43,7 @@ from paceline.atomic_write import explained_writes, write_atomically
 from paceline.cluster.membership.lineage import Lineage, as_values, of_values
 from paceline.config.train import continues, difference, edits
 from paceline.errors import ConfigError, Message, PacelineError
+from paceline.observe.last_state import last_state
 
 CONFIG_NAME = "config.toml"
 FINISHED_NAME = "finished"
@@ -146,7 +147,8 @@ class RunFolder:
         """
         known = _read(self.path / CONFIG_NAME)
         decided = self._shard_id == 0 or self.confirmed
-        return decided and is_finished(self.path) and not (known and _other_end(config, known))
+        finished = decided and is_finished(self.path)
+        return finished and not (known and self._other_end(config, known))
 
     def edits(self, config: Mapping[str, object]) -> list[str]:
         """Return the hyperparameters that a start of the run would change, each with both values.
@@ -167,7 +169,7 @@ class RunFolder:
             config: every flag that makes it this run, by name.
         """
         known = _read(self.path / CONFIG_NAME)
-        return bool(known) and not _other_end(config, known)
+        return bool(known) and not self._other_end(config, known)
 
     @property
     def begun(self) -> bool:
@@ -243,6 +245,12 @@ class RunFolder:
         self._created = False
         self.close()
 
+    def _other_end(self, config: Mapping[str, object], known: Mapping[str, object]) -> bool:
+        """Return whether the run, as it is known, isn't this one, or ended elsewhere."""
+        last = last_state(self.path)
+        complete = last.ended and not last.reason
+        return bool(difference(config, known)) or continues(known, config, complete=complete)
+
     def _has_steps(self) -> bool:
         """Return whether a step was trained in the folder."""
         if next(self.path.glob("checkpoints/*.pt"), None) is not None:
@@ -306,11 +314,6 @@ class RunFolder:
             self._take_lock(byte)
             return
         self._lock = lock
-
-
-def _other_end(config: Mapping[str, object], known: Mapping[str, object]) -> bool:
-    """Return whether a run, as it is known, isn't this one, or ended elsewhere."""
-    return bool(difference(config, known)) or continues(known, config)
 
 
 def read_configuration(run: Path) -> dict[str, Any]:

@@ -239,6 +239,10 @@ def check_weights(path: Path, flag: str = "weights") -> None:
     """
     if not path.exists():
         raise ConfigError(f"--{flag} {path}: there is no such file; check the path.")
+    if path.is_dir():
+        inside = sorted(path.glob("*_best.pt")) or sorted(path.glob("*_model.pt"))
+        such = f", such as {inside[0]}" if inside else ""
+        raise ConfigError(f"--{flag} {path}: is a folder; give a file of weights{such}.")
     if path.suffix == INDEX_SUFFIX:  # of a checkpoint in parts
         return
     if check_header(path) == "safetensors" and find_spec("safetensors") is None:

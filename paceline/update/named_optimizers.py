@@ -175,7 +175,7 @@ def _read(name: str, text: str, kind: type[Optimizer]) -> dict[str, Any]:
             near = get_close_matches(key, known, n=1)
             guess = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"--optimizer_options {key}: {name} has no such option; {guess}It has "
+                f"--optimizer_options {key}: {name} has no such option; {guess}it has "
                 f"{', '.join(known)}."
             )
         try:

@@ -179,7 +179,7 @@ WEIGHTS = {
         r"torn.pt: torn or damaged \(an archive whose end is missing or unreadable: File is not a "
         r"zip file\); use another file, or a fresh copy of this one.",
     ),
-    ".": (1, r"\.: can't be read \(Is a directory\); give a file that you may read."),
+    ".": (2, r"--weights \.: is a folder; give a file of weights."),
 }
 LATER_WEIGHTS = {
     "malicious.pt": (

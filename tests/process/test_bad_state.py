@@ -207,7 +207,7 @@ def test_a_run_does_not_resume_with_other_images_of_the_same_number(
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:
     (here / RUN / "finished").write_text("finished\n")
-    message = "run r is finished; give another --run_id to train again."
+    message = "run r is finished; give another --run_id to train again, or more --num_epochs."
     require_run_answer(Bad(command=WORDS, message=message, status=0), here)
     message += " Nothing is trained with --momentum 0.5 instead of 0.9."
     require_run_answer(Bad(command=WORDS + " --momentum 0.5", message=message, status=0), here)

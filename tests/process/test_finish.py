@@ -89,7 +89,7 @@ def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
     answer_finished(plan(rendezvous, 0), limit=60)  # until it has come, and no longer
     assert back.status() == 0
     assert back.text.splitlines()[-1] == (
-        "paceline: run r is finished; give another --run_id to train again."
+        "paceline: run r is finished; give another --run_id to train again, or more --num_epochs."
     )
     assert marks[1].exists()
     assert left_behind(rendezvous) == []

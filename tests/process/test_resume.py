@@ -307,7 +307,8 @@ def test_a_finished_run_is_not_trained_again_and_the_next_one_is(here: Path) -> 
     again = run(*words, "--run_id", name, folder=here)
     assert (again.status, again.text) == (
         0,
-        f"paceline: run {name} is finished; give another --run_id to train again.\n",
+        f"paceline: run {name} is finished; give another --run_id to train again, or more "
+        "--num_epochs.\n",
     )
 
 

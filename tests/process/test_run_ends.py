@@ -93,7 +93,9 @@ def test_a_worker_ends_its_machines_part_of_the_run_without_the_supervisor(tmp_p
     assert list((tmp_path / "meet").iterdir()) == []
     ends = [machine.wait() for machine in start(tmp_path, 5)]
     assert [end.status for end in ends] == [0, 0], ends
-    finished = "paceline: run r is finished; give another --run_id to train again."
+    finished = (
+        "paceline: run r is finished; give another --run_id to train again, or more --num_epochs."
+    )
     assert last_lines(ends) == [finished, finished]
     ends = [machine.wait() for machine in start(tmp_path, 6)]  # continues after its end
     assert [end.status for end in ends] == [0, 0], ends

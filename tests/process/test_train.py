@@ -237,7 +237,8 @@ def test_a_machine_without_its_mark_hears_of_machine_0_that_the_run_is_finished(
             (tmp_path / "out1/r/finished").unlink()  # as if it had been killed before
     for end in ends:
         assert end.text.splitlines()[-1] == (
-            "paceline: run r is finished; give another --run_id to train again."
+            "paceline: run r is finished; give another --run_id to train again, or more "
+            "--num_epochs."
         )
 
 

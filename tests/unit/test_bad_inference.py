@@ -97,6 +97,8 @@ CASES = {
     "predict script photos": "it is the run of a script, whose model only that script knows",
     "predict new photos": "resnet20_best.pt isn't there: a run writes its weights after each epoch",
     "predict pets photos --weights none.pt": "--weights none.pt: there is no such file",
+    "predict pets photos --weights runs/pets": "--weights runs/pets: is a folder; give a file of "
+    "weights, such as runs/pets/resnet20_model.pt",
     "predict pets photos --weights other.pt": "unknown layer1.3.conv1.weight, "
     "layer1.3.bn1.weight, layer1.3.bn1.bias, … (216). Give --model resnet56.",
     "predict pets photos --weights four.pt": "fc.weight is 4×64 but should be 3×64",

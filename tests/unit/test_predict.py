@@ -75,7 +75,8 @@ def test_outputs_beyond_the_classes_are_shown_as_labels(
 ) -> None:
     (run / "labels.txt").write_text(f"{NAMES[0]}\n")
     (one,) = predicted(capsys, str(run), "photos/holiday/0.png")
-    assert {each["label"]: each["class"] for each in one["classes"]} == {0: NAMES[0], 1: "1", 2: "2"}
+    found = {each["label"]: each["class"] for each in one["classes"]}
+    assert found == {0: NAMES[0], 1: "1", 2: "2"}
 
 
 def test_an_image_that_cannot_be_read_is_named_and_the_others_are_classified(

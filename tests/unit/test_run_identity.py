@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
@@ -234,6 +235,20 @@ def test_an_edited_hyperparameter_is_recorded_when_the_start_isnt_refused_any_mo
     assert known() == (0.9, 8)
 
 
+def test_only_more_epochs_continue_a_run_that_trained_all_of_them(tmp_path: Path) -> None:
+    folder, known = Folder(tmp_path / "r"), config_of(num_epochs=6, patience=2)
+    folder.open(known)
+    folder.finish()
+    others = config_of(num_epochs=6, patience=3), config_of(num_epochs=6, target_accuracy=0.5)
+    for reason, ends in (("", True), ("no better accuracy (--patience 2)", False)):
+        end = {"event": "end", "generation": 0, "best": 0.5, "best_epoch": 1, "reason": reason}
+        (folder.path / "events.a-0.jsonl").write_text(f"{json.dumps(end)}\n")
+        assert folder.finished_as(known)
+        assert [folder.finished_as(other) for other in others] == [ends, ends]
+        assert [folder.begun_as(other) for other in others] == [ends, ends]
+        assert not folder.finished_as(config_of(num_epochs=7, patience=3))
+
+
 def test_a_finished_run_is_finished_with_edited_hyperparameters_too(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "r")
     folder.open(config_of())
@@ -243,6 +258,6 @@ def test_a_finished_run_is_finished_with_edited_hyperparameters_too(tmp_path: Pa
     again = RunFolder(folder.path, shard_id=0)
     assert again.edits(config_of().identity()) == []
     assert finished_sentence("r", again.edits(edited.identity())) == (
-        "run r is finished; give another --run_id to train again. Nothing is trained with "
-        "--momentum 0.8 instead of 0.9."
+        "run r is finished; give another --run_id to train again, or more --num_epochs. "
+        "Nothing is trained with --momentum 0.8 instead of 0.9."
     )

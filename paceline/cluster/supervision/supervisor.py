@@ -45,7 +45,10 @@ def finished_sentence(run_id: str, edited: Sequence[str] = (), reason: str = "")
             f"run {run_id} is finished: {reason}; raise that flag, or leave it out, to continue "
             f"the run, or give another --run_id to train again.{unused}"
         )
-    return f"run {run_id} is finished; give another --run_id to train again.{unused}"
+    return (
+        f"run {run_id} is finished; give another --run_id to train again, or more "
+        f"--num_epochs.{unused}"
+    )
 
 
 def saved_sentence(run: Path, steps: int | None = None, resumes: str = RESUMES) -> str:
