@@ -112,11 +112,12 @@ def require_equal(
     config: SyncConfig = ALLREDUCE,
     tied: bool = False,
     plan: Any = PLAN,
+    accumulates: int = 1,
     **options: Any,
 ) -> None:
     """Train in a mesh of so many stages, replicas and tensor ranks, and in one process."""
     model = Model(tied=tied)
-    data = batches(12, 12, 9)
+    data = batches(12, 12, 9) if accumulates == 1 else batches(12, 12, 9, 9)
     stages, replicas, tensor = mesh
 
     def run(rank: PipelineRank) -> Any:
@@ -124,9 +125,9 @@ def require_equal(
         for name, p in stage.named_parameters():
             if ".up." in name:
                 assert p.numel() * tensor == model.get_parameter(name).numel()
-        return train(rank, stage, make_optimizer, data, config)
+        return train(rank, stage, make_optimizer, data, config, accumulates)
 
-    losses, state = train_alone(model, F.cross_entropy, make_optimizer, data, 4)
+    losses, state = train_alone(model, F.cross_entropy, make_optimizer, data, 4, accumulates)
     results = on_ranks(run, stages, replicas, tensor)
     assert len(results) == stages * replicas * tensor
     for own, found in results:
@@ -147,6 +148,11 @@ def test_stages_of_two_tensor_ranks_equal_one_process(
 @pytest.mark.parametrize("config", [ALLREDUCE, NOTIFIED, SHARDED], ids=str)
 def test_replicas_of_them_equal_one_process(config: SyncConfig) -> None:
     require_equal((2, 2, 2), adamw, config=config)
+
+
+@pytest.mark.parametrize("config", [ALLREDUCE, NOTIFIED, SHARDED], ids=str)
+def test_gradients_of_several_batches_accumulate_in_replicas_of_them(config: SyncConfig) -> None:
+    require_equal((2, 2, 2), adamw, config=config, tied=True, accumulates=2, schedule="zb-h1")
 
 
 def test_three_stages_of_three_tensor_ranks_equal_one_process() -> None:
