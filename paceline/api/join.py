@@ -221,9 +221,13 @@ def _lengths(mesh: Mapping[str, int] | None) -> dict[str, int]:
     """Return the lengths of the axes that divide a replica, without those of 1.
 
     Raises:
-        ConfigError: there is no such axis, or a length isn't a whole number of at least 1.
+        ConfigError: it is no mapping, there is no such axis, or a length isn't a whole number of at
+            least 1.
     """
     given = mesh or {}
+    if not isinstance(given, Mapping):
+        rule = "must be a dictionary of axes and their lengths"
+        raise ConfigError(flag="mesh", value=given, rule=rule, remedy='give {"stage": 2}')
     for axis, length in given.items():
         if axis not in _AXES:
             rule = "its axes are stage and tensor; the rest of the world is data"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -32,6 +33,7 @@ from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import broadcast_state
 from paceline.errors import ConfigError
 from paceline.generation.run import Run
+from paceline.models.output_check import explained_errors
 from paceline.parallel.blocks import Glue, can_travel, cut_paths, run_blocks
 from paceline.parallel.materialize import real_copy
 
@@ -97,7 +99,8 @@ class CutChoice:
         return cuts
 
     def _measured(self, stages: int, report: Callable[[str], None]) -> Sequence[int]:
-        costs = block_costs(self.model, self.paths, self.glue, self.example)
+        with nullcontext() if self.example is None else explained_errors(self.example):
+            costs = block_costs(self.model, self.paths, self.glue, self.example)
         chosen = best_cuts(costs, stages)
         names = [self.paths[index] for index in chosen]
         texts = [

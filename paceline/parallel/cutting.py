@@ -17,7 +17,7 @@ from paceline.parallel.divided_modules import wholes_of
 from paceline.parallel.interpreter import Releases
 from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
 from paceline.parallel.meta_twin import MetaTwin
-from paceline.parallel.pipeline import Pipeline, PipelineOptions
+from paceline.parallel.pipeline import CALL, Pipeline, PipelineOptions
 from paceline.parallel.schedules import make_schedule
 from paceline.parallel.stage import Stage
 from paceline.parallel.tied import TiedWeights, tied_weights
@@ -28,7 +28,6 @@ BATCH_NORM = (
     "process that runs the same microbatches one after the other."
 )
 """What a pipeline says about a model with batch statistics."""
-_CALL = "paceline.stages()"
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
@@ -67,7 +66,7 @@ def cut_model(
         given = f"cuts={[*cuts]}, schedule={options.schedule!r}, "
         given += f"microbatches={options.microbatches}"
         communicator = run.context.group("stage", "steps")
-        require_same_call(communicator, _CALL, given, _CALL, remedy="pass the same on all stages")
+        require_same_call(communicator, CALL, given, CALL, remedy="pass the same on all stages")
     parts = [take_part(model, some) for some in cut_paths(paths, cuts)]
     _require_parameters(parts)
     _require_apart(model, parts, paths)
@@ -114,7 +113,7 @@ def _refuse_divided(model: nn.Module) -> None:
     if any(map(wholes_of, model.modules())):
         raise ConfigError(
             "paceline.tensor_parallel() has divided the model's layers, of which a stage would not "
-            f"know: call {_CALL} first, and then paceline.tensor_parallel() of what it returns."
+            f"know: call {CALL} first, and then paceline.tensor_parallel() of what it returns."
         )
 
 
@@ -126,10 +125,13 @@ def _require(cuts: Sequence[str] | None, paths: Sequence[str], stages: int) -> N
             f"{given}, but the model has {many(len(paths), 'block')}: use fewer stages, or a model "
             "whose blocks are divided further."
         )
-    if cuts is not None and (isinstance(cuts, str) or len(cuts) != stages - 1):
+    if cuts is None:
+        return
+    named = not isinstance(cuts, str) and all(isinstance(cut, str) for cut in cuts)
+    if not named or len(cuts) != stages - 1:
         raise ConfigError(
             f"cuts is {cuts!r}, but {given}: give a list of the {many(stages - 1, 'block')} at "
-            "which the stages but the first begin, or leave it out."
+            "which the stages but the first begin, each by its name, or leave it out."
         )
 
 
@@ -165,5 +167,5 @@ def _require_apart(
             named = f"the model's {path}" if path else "the model"
             raise ConfigError(
                 f"{named} has a hook of its forward or backward pass, which would not run: the "
-                f"stages call its blocks. Register it on the blocks, or on what {_CALL} returns."
+                f"stages call its blocks. Register it on the blocks, or on what {CALL} returns."
             )

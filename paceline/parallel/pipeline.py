@@ -31,8 +31,13 @@ from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
 from paceline.parallel.schedules import Schedule, Task
 from paceline.parallel.tied import TiedWeights
 
+CALL = "paceline.stages()"
 _TRAINING = "model.train_batch()"
 _EVALUATION = "model(x)"
+_PASS_LOSS = (
+    "pass a function of (output, y) that returns the mean over the samples, such as "
+    "torch.nn.functional.cross_entropy"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,12 @@ class PipelineOptions:
     example: Tensor | None = None
     checkpoint_activations: bool = False
     spelled: Callable[[Sequence[str]], str] = "cuts={}".format
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise ConfigError(f"{CALL} got {type(self.loss).__name__} as loss: {_PASS_LOSS}.")
+        if self.example is not None:
+            _require_samples(CALL, example=self.example)
 
     @property
     def first_microbatch(self) -> Tensor | None:
@@ -227,10 +238,7 @@ class Pipeline:
             _require_whole(output, whole)
             loss = self.options.loss(output, labels)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ConfigError(
-                    "loss= returned what isn't one number: pass a function of (output, y) that "
-                    "returns the mean over the samples, such as torch.nn.functional.cross_entropy."
-                )
+                raise ConfigError(f"loss= returned what isn't one number: {_PASS_LOSS}.")
             return loss * (len(labels) / samples)
 
         return weighted

@@ -81,9 +81,10 @@ def make_schedule(name: str, stages: int, microbatches: int) -> Schedule:
     """Return the schedule of a name.
 
     Raises:
-        ConfigError: there is none, no stage, or fewer microbatches than stages, as `SCHEDULES`.
+        ConfigError: there is none, no stage, or fewer microbatches than stages, as `SCHEDULES`; or
+            the number of microbatches is no whole number.
     """
-    if name not in SCHEDULES:
+    if name not in [*SCHEDULES]:  # a list has no hash
         rule = f"must be one of {', '.join(SCHEDULES)}"
         raise ConfigError(flag="schedule", value=name, rule=rule)
     return SCHEDULES[name](stages, microbatches)
@@ -119,6 +120,8 @@ def _alternating(ahead: int, backward: Sequence[Sequence[Task]]) -> tuple[Task, 
 def _check(stages: int, microbatches: int) -> None:
     if stages < 1:
         raise ConfigError(flag="stages", value=stages, rule="must be at least 1")
+    if not hasattr(microbatches, "__index__"):
+        raise ConfigError(flag="microbatches", value=microbatches, rule="must be a whole number")
     if microbatches < stages:
         idle = (stages - 1) / (max(microbatches, 1) + stages - 1)
         raise ConfigError(

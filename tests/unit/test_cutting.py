@@ -78,15 +78,38 @@ def test_a_whole_child_stays_the_same_object() -> None:
         ),
         ({"cuts": []}, r"cuts is \[\], but the mesh has 2 stages: give a list of the 1 block"),
         ({"cuts": "2"}, "cuts is '2', but the mesh has 2 stages: give a list"),
+        ({"cuts": [2]}, r"cuts is \[2\], .* the 1 block at which .* begin, each by its name"),
         ({"cuts": None, "stages": 6, "microbatches": 6}, "6 stages, but the model has 5 blocks"),
         ({"cuts": ["1.1", "1.2"], "stages": 3, "microbatches": 3}, "stage 1 has 1, which has no"),
         ({"microbatches": 1}, "microbatches 1: must be at least the number of stages, 2.*bubble"),
+        ({"microbatches": 2.5}, "microbatches 2.5: must be a whole number"),
         ({"schedule": "zigzag"}, "schedule zigzag.*gpipe, 1f1b, zb-h1"),
+        ({"schedule": ["gpipe"]}, "schedule .'gpipe'.*gpipe, 1f1b, zb-h1"),
+        ({"loss": None}, r"stages\(\) got NoneType as loss: pass a function of"),
+        ({"cuts": None, "example": (torch.zeros(4, 4),)}, "got tuple as example: pass a tensor"),
+        (
+            {"cuts": None, "example": torch.zeros(4, 3)},
+            r"The model failed with RuntimeError.*call the model with torch.zeros\(2, 3\)",
+        ),
         ({"blocks": ["0", "5"]}, "blocks names '5', which is no child of the model"),
     ],
 )
 def test_a_cut_that_breaks_a_rule_is_refused(options: dict[str, Any], sentence: str) -> None:
     assert re.search(sentence, refused(model(), **options))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sentence"),
+    [
+        (["stage"], r'must be a dictionary of axes and their lengths; give {"stage": 2}'),
+        ({"stage": 0}, "length of an axis must be a whole number of at least 1; change 'stage'"),
+        ({"data": 2}, "its axes are stage and tensor; the rest of the world is data; leave out"),
+        ({"stage": 2}, "a replica takes 2 processes, which don't divide the 1 of this world"),
+    ],
+)
+def test_a_mesh_that_breaks_a_rule_is_refused(mesh: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        paceline.join(mesh=mesh)
 
 
 def test_an_optimizer_of_the_whole_model_is_refused() -> None:
