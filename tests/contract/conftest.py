@@ -12,9 +12,9 @@ from tests.harness.data.databases import cache, engine, folder
 __all__ = ["cache", "engine", "folder", "one_core"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_core() -> Iterator[None]:
-    """Run a test's threads on one core, for suites of many small trainings on ranks as threads.
+    """Run a test's threads on one core: most are small trainings on ranks as threads.
 
     The ranks wait for each other and for the interpreter's lock; handing both over between cores
     takes as much processor time as the training. Each process of xdist has another core.

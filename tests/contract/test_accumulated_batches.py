@@ -23,8 +23,6 @@ from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 
 def buffers(bench: Bench) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in bench.model.named_buffers()}

@@ -41,8 +41,6 @@ from tests.harness.equivalence.averaging import (
 from tests.harness.equivalence.steps_by_hand import replica_step, run_step
 from tests.harness.processes.worlds import run_of
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 CPU = torch.device("cpu")
 RULES = [Mean(), EASGD(), BMUF(), DiLoCo(), SparseLoCo()]
 ROUNDS: list[dict[str, Any]] = [

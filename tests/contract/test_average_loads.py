@@ -23,8 +23,6 @@ from paceline.update.outer.sparseloco import SparseLoCo
 from tests.harness.equivalence.averaging import State, Task, Worker, net, on_ranks
 from tests.harness.library.small_training import network, samples, sgd
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 RULES = [Mean(), EASGD(), BMUF(), DiLoCo(), SparseLoCo()]
 CUTS = [[0, 4, 8]] * 12
 Write = Callable[[nn.Module], object]

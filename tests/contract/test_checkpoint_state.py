@@ -18,8 +18,6 @@ from tests.contract.test_snapshots import CASES, REPLICATED_ONLY, STEP
 from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.snapshot_ranks import TOKEN, Case, Rank, first_difference
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 
 class Shared(nn.Module):
     """One module under two names, its buffer too, and one that isn't in the state dict."""

@@ -23,8 +23,6 @@ from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
 from tests.harness.equivalence.put_synchronizers import notified
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 Kind = Callable[..., Any]
 
 

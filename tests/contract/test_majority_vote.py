@@ -27,8 +27,6 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.processes.worlds import run_of
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 
 def sgd(model: nn.Module) -> Optimizer:
     """SGD whose product of a sign and the learning rate is exact, fused with the sum or not."""

@@ -29,8 +29,6 @@ from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 STEPS = 6
 WRITTEN = 2  # before this step, a script writes to a parameter
 REDUCED = 4  # in this step, a script uses the summed gradients

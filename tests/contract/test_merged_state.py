@@ -37,8 +37,6 @@ from tests.harness.equivalence.snapshot_ranks import (
     unscaled,
 )
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 STEP = 4  # the snapshot is of the state before it
 WORLDS = [(1,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1)]
 Parts = Sequence[Mapping[str, Any]]

@@ -26,8 +26,6 @@ from tests.harness.equivalence.put_synchronizers import (
     notified_on_machines,
 )
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 
 @pytest.fixture(autouse=True)
 def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 from tests.harness.twins.communicator import ThreadGroup
 
-pytestmark = [
-    pytest.mark.usefixtures("one_core"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # of Adagrad itself
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad itself
 
 WORDS, CLASSES = 60, 5
 Kind = Callable[..., Any]

@@ -36,8 +36,6 @@ from tests.harness.network.window_kinds import LIMIT
 from tests.harness.twins.mortal_window import Mortal
 from tests.harness.twins.window import WindowGroup
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 TELLING = (
     *("usual", "unused parameters", "a path that depends on the step", "accumulated"),
     *("clipped by norm", "loss scaling, one step skipped", "a group added later", "sync_bn"),

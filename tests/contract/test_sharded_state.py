@@ -29,8 +29,6 @@ from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.steps_by_hand import replica_step
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
 

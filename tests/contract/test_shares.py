@@ -16,8 +16,6 @@ from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.large_batch import State, Training, largest_difference
 from tests.harness.equivalence.put_synchronizers import notified
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 KINDS: dict[str, Callable[[], Callable[..., Any]]] = {
     "allreduce": lambda: make_allreduce,
     "notified": lambda: notified(False),

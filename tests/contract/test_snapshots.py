@@ -42,8 +42,6 @@ from tests.harness.equivalence.snapshot_ranks import (
 )
 from tests.harness.equivalence.steps_by_hand import replica_step
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 STEP = 3  # the snapshot is of the state before it
 STEPS = 7
 

@@ -29,8 +29,6 @@ from tests.harness.equivalence.served_schedules import Schedule, check
 from tests.harness.equivalence.served_synchronizers import Served
 from tests.harness.equivalence.steps_by_hand import replica_step
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["undisturbed", "with deaths"])
 @pytest.mark.parametrize("number", range(15))

@@ -23,8 +23,6 @@ from tests.harness.equivalence.put_synchronizers import in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.twins.window import WindowGroup
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
 ROWS, WIDTH = 901, 37  # neither a row nor the table is a multiple of a block
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2), (1, 1, 1, 1)]
 STEPS = 8
