@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -101,20 +101,27 @@ def takes(config: type, flag: str, word: str) -> bool:
     return not name or word.lower() in _YES | _NO
 
 
-def options(config: type) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, default and type of each flag, those of nested configurations too.
+def options(config: type) -> tuple[tuple[str, Any, Any], ...]:
+    """Return the name, default and type of each flag, those of nested configurations too.
 
     A flag with a second name is there twice.
     """
+    return _options(config)
+
+
+@cache
+def _options(config: type) -> tuple[tuple[str, Any, Any], ...]:
     hints = get_type_hints(config)
     noted = get_type_hints(config, include_extras=True)
+    found: list[tuple[str, Any, Any]] = []
     for field in fields(config):
         kind = hints[field.name]
         if isinstance(kind, type) and is_dataclass(kind):
-            yield from options(kind)
+            found += _options(kind)
         else:
-            yield field.name, field.default, kind
-            yield from ((flag_of(name), field.default, kind) for name in aliases(noted[field.name]))
+            names = (field.name, *map(flag_of, aliases(noted[field.name])))
+            found += ((name, field.default, kind) for name in names)
+    return tuple(found)
 
 
 def aliases(noted: Any) -> list[str]:
@@ -171,7 +178,11 @@ def _described(active: list[type], info: StructTypeInfo) -> StructConstructorSpe
 
 
 def _reflowed(field: StructFieldSpec) -> StructFieldSpec:
+    """Reflow a flag's help; a nested configuration has none, for which tyro would read its source."""
+
     def text() -> str | None:
+        if is_dataclass(field.type):
+            return None
         written = field.helptext() if callable(field.helptext) else field.helptext
         return " ".join(written.split()) if written else None
 
