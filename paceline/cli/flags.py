@@ -178,7 +178,7 @@ def _described(active: list[type], info: StructTypeInfo) -> StructConstructorSpe
 
 
 def _reflowed(field: StructFieldSpec) -> StructFieldSpec:
-    """Reflow a flag's help; a nested configuration has none, for which tyro would read its source."""
+    """Reflow a flag's help; a nested configuration has none, or tyro would tokenize its source."""
 
     def text() -> str | None:
         if is_dataclass(field.type):

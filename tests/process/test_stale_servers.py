@@ -59,20 +59,6 @@ def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weight
 
 
 @pytest.mark.timeout(300)
-def test_asynchronous_workers_train_each_sample_once_and_meet_with_equal_weights(
-    tmp_path: Path,
-) -> None:
-    stale = FaultRun(tmp_path, *ASYNCHRONOUS, machines=(3,))
-    stale.reach(FIRST_KILL)
-    stale.release()
-    ended = stale.wait()
-    assert stale.completed() == [0, 1, 2]
-    requires_trained(stale, ended)
-    lines = re.findall(r"epoch \d/5: .* staleness (?:\d+: \d+%, )+lr", ended.text)
-    assert len(lines) == 5, ended.text
-
-
-@pytest.mark.timeout(300)
 @either
 def test_a_signal_saves_the_state_and_the_same_command_resumes(
     tmp_path: Path, words: tuple[str, ...]
@@ -103,8 +89,9 @@ def requires_bound(stale: FaultRun, ended: Result) -> None:
 
 
 @pytest.mark.timeout(300)
-@either
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(
+    ("words", "lost"), [(STALE, 2), (ASYNCHRONOUS, 0)], ids=["bounded", "asynchronous"]
+)
 def test_the_others_continue_where_a_worker_is_killed(
     tmp_path: Path, words: tuple[str, ...], lost: int
 ) -> None:
@@ -116,17 +103,19 @@ def test_the_others_continue_where_a_worker_is_killed(
     assert stale.completed() == [rank for rank in range(3) if rank != lost]
     requires_trained(stale, ended)
     requires_bound(stale, ended)
+    lines = re.findall(r"epoch \d/5: .* staleness (?:\d+: \d+%, )+lr", ended.text)
+    assert len(lines) == 5, ended.text
 
 
 @pytest.mark.timeout(300)
-@either
 @pytest.mark.parametrize(
-    ("lost", "owned"),
+    ("words", "lost", "owned"),
     [
-        ((0,), "by 1 server from now on."),
-        ((0, 1), "by the workers from now on, without staleness."),
+        (ASYNCHRONOUS, (0,), "by 1 server from now on."),
+        (STALE, (0, 1), "by the workers from now on, without staleness."),
+        (ASYNCHRONOUS, (0, 1), "by the workers from now on, without staleness."),
     ],
-    ids=["one", "all"],
+    ids=["asynchronous-one", "bounded-all", "asynchronous-all"],
 )
 def test_the_workers_continue_without_servers_that_are_killed(
     tmp_path: Path, words: tuple[str, ...], lost: tuple[int, ...], owned: str

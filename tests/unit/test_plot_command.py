@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from paceline.cli.active_run.summaries import summary_of
@@ -72,6 +71,8 @@ def test_curves_are_those_of_log_and_events() -> None:
 
 
 def test_panels_have_all_runs_on_the_same_axes_and_mark_the_losses() -> None:
+    from matplotlib.figure import Figure  # a second, which no other test takes
+
     curves = [curves_of("first"), curves_of(ODD)]
     drawn = {}
     for panel in panels_of(curves):
