@@ -35,6 +35,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "complex128": torch.complex128,
+    "complex64": torch.complex64,
 }
 
 
@@ -325,7 +327,7 @@ def _reporting(
         if now - reported >= _REPORT_S:
             reported = now
             before = versions
-            versions = min(served.versions)
+            versions = min(served.versions, default=0)
             if versions > before:
                 report(_account(served, invitation))
 
@@ -335,4 +337,4 @@ def _reporting(
 def _account(served: Serving, invitation: Invitation) -> str:
     size = served.nbytes / 2**20
     what = "exchange" if invitation.role == PARAMETERS else "merge"
-    return f"{many(min(served.versions), what)} of {size:,.1f} MiB, sent to each worker."
+    return f"{many(min(served.versions, default=0), what)} of {size:,.1f} MiB, sent to each worker."

@@ -409,7 +409,7 @@ def replicate(
     if config.narrow:
         trained = _narrow(model, optimizer, trained, config, groups)
     if servers is not None:
-        values = sum(parameter.numel() for parameter in trained.groups)
+        values = sum(p.numel() for p in trained.groups if p.requires_grad)
         workers = many(run.context.world.size, "worker")
         note = f"{many(values, 'value')} of {workers}, updated by {servers.optimizer}"
         run.note(f"{note} on {' and '.join(servers.names)}.", shown=run.leads)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,10 +25,17 @@ from paceline.reduce.put_engine import gradient_views, owner
 from paceline.reduce.put_engine.layout import MESSAGE, BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.messages import Messages
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters
+from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.case_steps import adam
 from tests.harness.equivalence.equivalence_cases import CASES, training
 from tests.harness.equivalence.exchange_state import Rank, same, sgd
-from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
+from tests.harness.equivalence.large_batch import (
+    State,
+    Training,
+    World,
+    convnet,
+    largest_difference,
+)
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.served_synchronizers import Served
@@ -112,6 +120,35 @@ def test_workers_and_servers_that_connect_by_tcp(case: str) -> None:
 def test_two_runs_give_the_same_bits_however_late_puts_are(case: str) -> None:
     one, other = (train(CASES[case](), 3, Served(2, late=late))[2] for late in (False, True))
     assert largest_difference(one, other) == 0
+
+
+def settle_and_freeze(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> None:
+    """Settle before each step, as an evaluation does; freeze all parameters for three steps."""
+    model.eval()
+    model.train()
+    model.requires_grad_(number not in (3, 4, 5))
+
+
+def step_what_is_trained(
+    world: World, model: nn.Module, optimizer: Optimizer, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    loss = F.cross_entropy(model(x), y)
+    if loss.requires_grad:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("make_model", [convnet, normalised], ids=["plain", "statistics"])
+def test_servers_own_nothing_while_all_parameters_are_frozen(
+    make_model: Callable[[], nn.Module], staleness: int
+) -> None:
+    case = training(make_model, change=settle_and_freeze, make_step=lambda: step_what_is_trained)
+    states = train(case, 2, Served(2, staleness=staleness))
+    if make_model is convnet:  # batch statistics are each worker's own
+        assert largest_difference(states[0], case.alone()) < 1e-10
+    assert largest_difference(*states) == 0
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
@@ -359,6 +396,16 @@ def test_a_record_takes_hyperparameters_along_and_no_object() -> None:
     assert "made_by" not in group
     sums = StepRecord(version=2, optimizer="SGD", param_groups=(0,), hyperparameters=None)
     assert StepRecord.from_message(sums.to_message()) == sums
+
+
+def test_a_record_has_the_values_of_tensors_and_of_numpys_numbers() -> None:
+    rate, beta = np.float32(0.9) ** 3, torch.tensor(0.75)
+    group = {"lr": rate, "betas": (beta, np.float64(0.5)), "amsgrad": np.bool_(False)}
+    step = StepHyperparameters(groups=(group,), scaling={})
+    adam_record = StepRecord(version=1, optimizer="Adam", param_groups=(0,), hyperparameters=step)
+    found = StepRecord.from_message(adam_record.to_message()).hyperparameters
+    assert found is not None
+    assert found.groups == ({"lr": float(rate), "betas": [0.75, 0.5], "amsgrad": False},)
 
 
 def test_a_class_that_is_no_optimizer_is_refused() -> None:

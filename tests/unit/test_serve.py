@@ -297,16 +297,25 @@ def test_an_invitation_that_was_sent_as_text_gives_the_workers_layout() -> None:
         layout_of(replace(read, size=1))
 
 
-def test_parameter_servers_lay_out_what_the_workers_do() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_parameter_servers_lay_out_what_the_workers_do(dtype: torch.dtype) -> None:
     lengths = (40, 1, 59)
-    spec = BucketSpec(lengths=lengths, dtype=torch.float64, returns_parameters=True, slots=3)
+    spec = BucketSpec(lengths=lengths, dtype=dtype, returns_parameters=True, slots=3)
     layout = lay_out([spec], Topology.of([2, 1]).served_by("one", "other"))
     (bucket,) = invitation().buckets
     served = replace(
         invitation(),
         role=PARAMETERS,
         servers=("one", "other"),
-        buckets=(replace(bucket, lengths=lengths, returns_parameters=True, slots=3),),
+        buckets=(
+            replace(
+                bucket,
+                lengths=lengths,
+                dtype=str(dtype).removeprefix("torch."),
+                returns_parameters=True,
+                slots=3,
+            ),
+        ),
         size=layout.server_size,
     )
     assert layout_of(Invitation.from_text(served.to_text())) == layout

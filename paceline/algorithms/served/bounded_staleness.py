@@ -121,7 +121,7 @@ class BoundedStaleness(WithoutSums):
         """Send what backward didn't reach; let the servers update, or end without an update."""
         self.complete()
         if update:
-            self._updates.add(self._last[0])
+            self._updates.update(self._last[:1] if self.buckets else ())
             super().end(update=True)
         else:
             self._rule.return_sums()

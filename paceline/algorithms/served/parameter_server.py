@@ -84,7 +84,7 @@ class ParameterServer:
     ) -> None:
         self._layout = layout
         self._rank = window.rank
-        self._workers = layout.topology.contributors
+        self._workers = layout.topology.contributors if layout.has_messages else ()
         self._buckets = served_buckets(layout)
         self._server = ShardServer(window, layout)
         self._messages = Messages(window, layout, timeout)

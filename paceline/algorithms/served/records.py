@@ -20,6 +20,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -121,7 +122,7 @@ def _options(optimizer: str) -> frozenset[str]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.generic)):  # a schedule's formula may give numpy's numbers
         return value.item()
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 

@@ -202,7 +202,9 @@ class ServedOptimizer(DividedOptimizer):
 
     @property
     def _servers(self) -> Sequence[int]:
-        return self._connected.layout.topology.owners
+        """The servers, which exchange no messages where all parameters are frozen."""
+        layout = self._connected.layout
+        return layout.topology.owners if layout.has_messages else ()
 
     @property
     def _bounds(self) -> Mapping[str, tuple[int, int]]:
