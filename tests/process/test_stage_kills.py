@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from paceline.observe.event_file import find_event_files, read_events
-from tests.harness.library.pipeline_kills import EPOCHS, PLACES, trained_alone
+from tests.harness.library.pipeline_kills import EPOCHS, PLACES, whole_alone
 from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
 from tests.harness.processes.launcher_commands import run
 
@@ -51,12 +51,12 @@ def test_the_other_replica_continues_exactly_whenever_a_stage_is_killed(
 ) -> None:
     draw = Random(seed)
     member = draw.randrange(RANKS)
-    assert check(tmp_path, member, draw.randrange(1, PLACES), trained_alone())
+    assert check(tmp_path, member, draw.randrange(1, PLACES), whole_alone())
 
 
 def main(count: int) -> None:
     """Kill each member at so many moments."""
-    expected = trained_alone()
+    expected = whole_alone()
     everything: list[float] = []
     for member in range(RANKS):
         for number in range(count):

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.library.small_training import adamw
 from tests.harness.library.stage_script import (
     EPOCHS,
     STAGES,
-    optimizer_of,
     part,
-    trained_alone,
+    stage_alone,
 )
 from tests.harness.network.ports import free_port
 from tests.harness.processes.command import Command, Result
@@ -37,7 +37,7 @@ def require_exact(folder: Path) -> None:
 def require_trained(folder: Path, replicas: int) -> None:
     """Require the weights of so many replicas, equal to those of one process."""
     for stage in range(STAGES):
-        expected = trained_alone(stage)
+        expected = stage_alone(stage)
         weights = [load(path) for path in folder.glob(f"weights.{stage}.*.pt")]
         assert len(weights) == replicas
         for each in weights:
@@ -73,7 +73,7 @@ def test_a_run_resumes_from_parts_that_no_rank_has_gathered(
         state = torch.load(folder / name, weights_only=True)
         assert state["model"].keys() == part(stage).state_dict().keys()
         part(stage).load_state_dict(state["model"])
-        optimizer_of(part(stage)).load_state_dict(state["optimizer"])
+        adamw(part(stage)).load_state_dict(state["optimizer"])
     resumed = run("paceline", *SCRIPT, way, folder=tmp_path, ranks=ranks)
     assert resumed.status == 0, resumed.text
     assert f"Resuming from runs/stages/checkpoints/step-{newest['step']:08}.json" in resumed.text
@@ -171,4 +171,4 @@ def test_parts_on_the_disks_of_two_machines_are_found_where_their_stages_change_
     assert "Resuming from runs/stages/checkpoints/step-" in resumed[0].text
     for stage, own in enumerate((1, 0)):
         (path,) = (tmp_path / f"machine{own}").glob(f"weights.{stage}.*.pt")
-        assert distance(load(path), trained_alone(stage)) < EXACT
+        assert distance(load(path), stage_alone(stage)) < EXACT

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from tests.harness.library.small_training import BATCH, SEED, copied, samples, whole_batches
-from tests.harness.library.tensor_script import part_of
+from tests.harness.library.small_training import BATCH, SEED, adamw, copied, samples, trained_alone
+from tests.harness.library.tensor_script import distance
 
 EPOCHS = 2
 CLIP = 0.3
@@ -45,24 +45,6 @@ def whole() -> nn.Sequential:
     return nn.Sequential(Layer(), Layer(), nn.Linear(6, 3)).double()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with state."""
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def trained_alone() -> dict[str, Tensor]:
-    """Train the whole model by plain torch on the whole batches; return its state."""
-    model = whole()
-    optimizer = optimizer_of(model)
-    for epoch in range(EPOCHS):
-        for x, y in whole_batches(samples(), epoch):
-            F.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-    return copied(model)
-
-
 def main() -> None:
     """Train as one process of the world."""
     run, count, *deaths = sys.argv[1:]
@@ -76,7 +58,7 @@ def main() -> None:
             cut = paceline.stages(model, world, loss=F.cross_entropy, microbatches=2, cuts=["1"])
         model = cut or model
         paceline.tensor_parallel(model, world, PLAN)
-        optimizer = optimizer_of(model)
+        optimizer = adamw(model)
         paceline.parallelize(model, optimizer, world, sync="notified", bucket_mb=1e-4)
         loader = paceline.loader(samples(), BATCH, world)
         for _ in range(loader.epoch, EPOCHS):
@@ -94,11 +76,10 @@ def main() -> None:
                     optimizer.zero_grad()
         found = cut.whole_state_dict() if cut else copied(model)
         rank = world.coordinate("tensor")
-    expected = trained_alone()
+    alone = whole()
+    expected = trained_alone(alone, adamw(alone), EPOCHS, clip=CLIP)
     assert [*found] == [*expected]
-    parts = {name: part_of(expected[name], value, rank) for name, value in found.items()}
-    far = max((found[name] - part).abs().max().item() for name, part in parts.items())
-    print(f"{far:.1e} off", flush=True)
+    print(f"{distance(found, expected, rank):.1e} off", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from tests.harness.library.small_training import BATCH, SEED, samples, whole_batches
+from tests.harness.library.small_training import BATCH, SEED, samples, sgd, trained_alone
 
 EPOCHS = 3
 STAGES = 2
@@ -37,21 +37,10 @@ def whole() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with state."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def trained_alone() -> dict[str, Tensor]:
-    """Train the whole model by plain torch on the whole batches; return its state."""
+def whole_alone() -> dict[str, Tensor]:
+    """Train the whole model by plain torch; return its state."""
     model = whole()
-    optimizer = optimizer_of(model)
-    for epoch in range(EPOCHS):
-        for x, y in whole_batches(samples(), epoch):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict()
+    return trained_alone(model, sgd(model), EPOCHS)
 
 
 class Killer:
@@ -79,7 +68,7 @@ def main() -> None:
         for block in [one for one in model.modules() if isinstance(one, nn.Tanh)]:
             block.register_forward_hook(killer.pass_place)
             block.register_full_backward_hook(killer.pass_place)
-        optimizer = optimizer_of(model)
+        optimizer = sgd(model)
         paceline.parallelize(model, optimizer, world, sync="notified", bucket_mb=1e-4)
         loader = paceline.loader(samples(), BATCH, world)
         for _ in range(loader.epoch, EPOCHS):

@@ -5,6 +5,7 @@ Float64, so that both agree to ten digits; the order of the samples is `Order`'s
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, whose state depends on the scale of the gradients."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean cross entropy of a batch."""
     return F.cross_entropy(model(x), y)
@@ -74,6 +80,19 @@ def whole_batches(dataset: TensorDataset, epoch: int) -> Batches:
     for indices in torch.from_numpy(order.epoch_indices(epoch)).split(BATCH):
         x, y = dataset[indices]
         yield x, y
+
+
+def trained_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, *, clip: float = math.inf
+) -> dict[str, Tensor]:
+    """Train by plain torch on whole batches, gradients clipped by their norm; return the state."""
+    for epoch in range(epochs):
+        for x, y in whole_batches(samples(), epoch):
+            loss_of(model, x, y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return copied(model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,11 @@ import paceline
 from tests.harness.library.small_training import (
     BATCH,
     SEED,
+    adamw,
     copied,
     loss_of,
     samples,
-    whole_batches,
+    trained_alone,
 )
 from tests.harness.processes.run_folders import wait_until
 
@@ -49,21 +50,10 @@ def part(stage: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with state."""
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def trained_alone(stage: int) -> dict[str, Tensor]:
-    """Train a stage's model by plain torch on the whole batches; return its state."""
+def stage_alone(stage: int) -> dict[str, Tensor]:
+    """Train a stage's model by plain torch; return its state."""
     model = part(stage)
-    optimizer = optimizer_of(model)
-    for epoch in range(EPOCHS):
-        for x, y in whole_batches(samples(), epoch):
-            loss_of(model, x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return copied(model)
+    return trained_alone(model, adamw(model), EPOCHS)
 
 
 def kill(own: str, deaths: Sequence[str]) -> None:
@@ -93,7 +83,7 @@ def main() -> None:
         Path(f"pid.{member}").write_text(str(os.getpid()))
         stage = world.coordinate("stage")
         model = part(stage)
-        optimizer = optimizer_of(model)
+        optimizer = adamw(model)
         paceline.parallelize(model, optimizer, world, **WAYS[way])  # type: ignore[arg-type]
         meter = world.meter("samples")
         loader = paceline.loader(samples(), BATCH, world)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -20,7 +20,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional as F
 
 import paceline
-from tests.harness.library.small_training import BATCH, SEED, copied, samples, whole_batches
+from tests.harness.library.small_training import (
+    BATCH,
+    SEED,
+    adamw,
+    copied,
+    samples,
+    sgd,
+    trained_alone,
+)
 
 EPOCHS = 1
 CLIP = 0.3
@@ -97,16 +105,6 @@ TRANSFORMER: Plan = {
 }
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with state."""
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 CASES: list[tuple[Callable[[], nn.Module], Plan, Callable[[nn.Module], torch.optim.Optimizer]]] = [
     (perceptron, PERCEPTRON, adamw),
     (perceptron, PERCEPTRON, sgd),
@@ -120,22 +118,13 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     return make().double()
 
 
-def trained_alone(
-    make: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-) -> dict[str, Tensor]:
-    """Train the whole model by plain torch on the whole batches; return its state."""
-    model = made(make)
-    optimizer = make_optimizer(model)
-    for epoch in range(EPOCHS):
-        for x, y in whole_batches(samples(), epoch):
-            F.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-    return copied(model)
+def distance(shards: Mapping[str, Tensor], whole: Mapping[str, Tensor], rank: int) -> float:
+    """Return the largest difference of values in shards of two from those of whole parameters."""
+    parts = {name: _part(whole[name], shard, rank) for name, shard in shards.items()}
+    return max((shards[name] - part).abs().max().item() for name, part in parts.items())
 
 
-def part_of(whole: Tensor, shard: Tensor, rank: int) -> Tensor:
+def _part(whole: Tensor, shard: Tensor, rank: int) -> Tensor:
     """Return what a shard of two should have of a whole."""
     for dim, (size, own) in enumerate(zip(whole.shape, shard.shape, strict=True)):
         if size != own:
@@ -173,10 +162,10 @@ def main() -> None:
                         optimizer.zero_grad()
             shards = copied(model)
             rank = world.coordinate("tensor")
-        expected = trained_alone(make, make_optimizer)
+        alone = made(make)
+        expected = trained_alone(alone, make_optimizer(alone), EPOCHS, clip=CLIP)
         assert expected.keys() == shards.keys()
-        parts = {name: part_of(expected[name], shard, rank) for name, shard in shards.items()}
-        far = max((shards[name] - part).abs().max().item() for name, part in parts.items())
+        far = distance(shards, expected, rank)
         share = sum(shard.numel() for shard in shards.values()) / whole
         print(f"{make.__name__} {make_optimizer.__name__}: {share:.2f}, {far:.1e} off", flush=True)
 
