@@ -155,7 +155,7 @@ class WorldEnd:
             print_message(saved_sentence(self.folder, steps, resumes))
 
     @contextmanager
-    def explained(self, operation: str = "the next step") -> Iterator[None]:
+    def explained(self, operation: str) -> Iterator[None]:
         """Leave the block's errors as `leave` does."""
         try:
             yield

@@ -46,7 +46,7 @@ def within(flag: str, value: float, low: float, high: float, remedy: str = "") -
 _SILENCE_S = 1.0  # at least, before a process that sends heartbeats counts as lost
 
 
-def positive(flag: str, value: float, remedy: str = "") -> None:
+def positive(flag: str, value: float) -> None:
     """Require `value > 0`, and finite.
 
     Raises:
@@ -54,7 +54,7 @@ def positive(flag: str, value: float, remedy: str = "") -> None:
     """
     if not 0 < value < math.inf:
         rule = "must be greater than 0" + (" and finite" if value > 0 else "")
-        raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
+        raise ConfigError(flag=flag, value=value, rule=rule)
 
 
 def silence(flag: str, value: float) -> None:

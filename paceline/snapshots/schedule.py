@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -86,7 +86,6 @@ class CheckpointSchedule:
         writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         policy: when to save within an epoch; that of the first rank 0 is used.
         steps: makes the steps.
-        clock: returns seconds since an arbitrary origin.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -100,14 +99,12 @@ class CheckpointSchedule:
         writer: CheckpointWriter | None,
         policy: SavePolicy,
         steps: Settling,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._replica = replica
         self._snapshots = snapshots
         self._writer = writer
         self._steps = steps
-        self._clock = clock
         self._sums: dict[int, list[float]] = {}  # of the epoch up to a step, over all ranks
         # The newest checkpoint that was copied at once, where no snapshot can be used.
         self._copied: Checkpoint | None = None
@@ -138,9 +135,9 @@ class CheckpointSchedule:
         self._copied = None
         if self._writes is not None:
             self._writes.begin_generation(number)
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
         self._saved_number = number if saved else number - 1
-        self._copied_at = self._clock()
+        self._copied_at = time.monotonic()
         self._cost = 0.0
 
     def discard(self) -> None:
@@ -250,7 +247,7 @@ class CheckpointSchedule:
         if together:
             self._note_saved(number)
         else:  # other ranks don't know, and decide by `_saved_number`
-            self._saved_at = self._clock()
+            self._saved_at = time.monotonic()
 
     def newest(self) -> Checkpoint | None:
         """Return the newest state in memory of which a file can be made; from any thread."""
@@ -295,7 +292,7 @@ class CheckpointSchedule:
         """Return rank 0's request after `number` steps; each is made once."""
         if self._writer is None or not self._run.leads:
             return Request.NOTHING
-        now = self._clock()
+        now = time.monotonic()
         if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
             self._saved_at = now
             return Request.SAVE
@@ -353,7 +350,7 @@ class CheckpointSchedule:
         )
 
     def _note_saved(self, number: int) -> None:
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
         self._saved_number = number
 
     def _publish_committed(self, *, before: int, wait: bool = False) -> None:
@@ -385,7 +382,7 @@ class CheckpointSchedule:
         Without `file` no checkpoint is needed, and none is made where snapshots are divided: that
         would be a whole copy.
         """
-        began = self._clock()
+        began = time.monotonic()
         position = self._steps.settle()
         borrowed = None
         number = position.number
@@ -408,6 +405,6 @@ class CheckpointSchedule:
         self._look_whether_plain()
         checkpoint = self._make(borrowed, self._sums, gathered, best=best)
         self._copied = checkpoint if self._copies else None
-        self._copied_at = self._clock()
+        self._copied_at = time.monotonic()
         self._cost = self._copied_at - began
         return checkpoint, number

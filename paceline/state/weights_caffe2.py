@@ -77,13 +77,12 @@ def begins_as_caffe2(start: bytes) -> bool:
     )
 
 
-def blob_names(depths: Sequence[int], num_labels: int, *, projects: bool = True) -> dict[str, str]:
+def blob_names(depths: Sequence[int], num_labels: int) -> dict[str, str]:
     """Return the blobs of a ResNet of bottlenecks, by the names of its parameters.
 
     Args:
         depths: number of blocks in each stage.
         num_labels: classes.
-        projects: whether the first stage's shortcut is projected, as the others' are.
     """
     layers = {"conv1": "conv1", "bn1": "conv1_spatbn_relu"}
     number = 0
@@ -93,7 +92,7 @@ def blob_names(depths: Sequence[int], num_labels: int, *, projects: bool = True)
             for layer in (1, 2, 3):
                 layers[f"{own}conv{layer}"] = f"comp_{number}_conv_{layer}"
                 layers[f"{own}bn{layer}"] = f"comp_{number}_spatbn_{layer}"
-            if block == 0 and (stage or projects):
+            if block == 0:
                 layers[f"{own}downsample.0"] = f"shortcut_projection_{number}"
                 layers[f"{own}downsample.1"] = f"shortcut_projection_{number}_spatbn"
             number += 1

@@ -42,13 +42,12 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of files.
+    """Format of an exported file: how it is written, and read again to run it.
 
     Attributes:
         suffix: of a file's name.
         extra: of Paceline, which installs the packages; "": none is needed.
         packages: that are imported.
-        graph: whether a file has the operations, too, not the weights alone.
         write: writes a model to a file.
         read: reads a file, and returns what computes logits.
         usage: how to use a file, given its name.
@@ -57,7 +56,6 @@ class Format:
     suffix: str
     extra: str = ""
     packages: tuple[str, ...] = ()
-    graph: bool = False
     write: Callable[[BinaryIO, Exported], None]
     read: Callable[[Path, TrainedModel], Run]
     usage: str
@@ -65,7 +63,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is written to a file.
+    """Model to write, and its description.
 
     Attributes:
         trained: the model, on the CPU.
@@ -245,14 +243,12 @@ FORMATS: Mapping[ExportFormat, Format] = {
         suffix=".onnx",
         extra="onnx",
         packages=("onnx", "onnxscript", "onnxruntime"),
-        graph=True,
         write=_write_onnx,
         read=_read_onnx,
         usage=f'onnxruntime.InferenceSession("{{}}").run(None, {{{{"{INPUT}": x}}}})',
     ),
     "torch-export": Format(
         suffix=".pt2",
-        graph=True,
         write=_write_torch_export,
         read=_read_torch_export,
         usage='torch.export.load("{}").module()(x)',
