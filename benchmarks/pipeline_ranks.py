@@ -361,8 +361,8 @@ def _parts(stage: Stage, schedule: str) -> dict[str, float]:
         recomputes=False,
         batch=batch,
     )
-    releases = SimpleNamespace(no_sync=nullcontext)
-    interpreter.run(tasks, releases, time.monotonic_ns)
+    alone = SimpleNamespace(no_sync=nullcontext)
+    interpreter.run(tasks, alone, time.monotonic_ns)
     seconds: dict[str, list[float]] = defaultdict(list)
     for task, begin, end, _ in interpreter.times:
         seconds[task.kind].append((end - begin) / 1e9)

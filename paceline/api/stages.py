@@ -95,7 +95,7 @@ def stages(
         return cut_model(
             model,
             world._run,
-            _Releases(world),
+            _BoundReplica(world),
             options,
             report=print_message_for_scripts,
             folder=world._session.folder,
@@ -103,8 +103,8 @@ def stages(
 
 
 @dataclass(frozen=True)
-class _Releases:
-    """What exchanges a stage's gradients: the world's replica, once it is bound."""
+class _BoundReplica:
+    """Replica of a stage's gradients: the one that the world binds later."""
 
     world: World
 

@@ -1,1 +1,1 @@
-"""What one does with a trained model: it is read from its run, and predicts classes of images."""
+"""Trained models in use: read from a run or a file of weights, evaluated, asked for predictions."""

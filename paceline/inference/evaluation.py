@@ -1,4 +1,4 @@
-"""Evaluation of a trained model on a database: loss, accuracies, and what is taken for what.
+"""Evaluation of a trained model on a database: loss, accuracies, confusion matrix.
 
 The batches are cut as those of the run's own evaluations were: a slice for each of its workers,
 each computed by as many threads as a worker had. So the results are the run's own, bit for bit: a

@@ -14,7 +14,7 @@ from paceline.generation.run import Run
 from paceline.parallel.blocks import block_paths, cut_paths, glue_of, is_inside, take_part
 from paceline.parallel.cuts import CutChoice
 from paceline.parallel.divided_modules import wholes_of
-from paceline.parallel.interpreter import Releases
+from paceline.parallel.interpreter import GradientSync
 from paceline.parallel.materialize import RESETS, materialize, record_resets, tensors_of
 from paceline.parallel.meta_twin import MetaTwin
 from paceline.parallel.pipeline import CALL, Pipeline, PipelineOptions
@@ -34,7 +34,7 @@ _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 def cut_model(
     model: nn.Module,
     run: Run,
-    releases: Releases,
+    replica: GradientSync,
     options: PipelineOptions,
     *,
     report: Callable[[str], None],
@@ -44,7 +44,7 @@ def cut_model(
 
     Args:
         run: whose ranks along the axis "stage" are the stages.
-        releases: exchanges gradients along the data axis.
+        replica: exchanges gradients along the axis "data".
         report: gets sentences for the user, on rank 0.
         folder: the run's, which has the cuts that were chosen; None: they aren't written down.
     """
@@ -93,7 +93,7 @@ def cut_model(
         report(BATCH_NORM)
     pipeline = Pipeline(
         run=run,
-        releases=releases,
+        replica=replica,
         twin=twin,
         tied=tied,
         schedule=schedule,

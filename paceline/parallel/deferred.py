@@ -61,7 +61,7 @@ def has_values(tensor: Tensor) -> bool:
 @torch.no_grad()
 def values_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors with memory and values, for deferred ones; the random streams stay."""
-    places = [_Place.of(tensor) for tensor in tensors]
+    places = [_View.of(tensor) for tensor in tensors]
     with _disable_current_modes():
         memory = _replay(place.history for place in places)
         return_freed_memory()
@@ -89,8 +89,8 @@ _Memory = dict[_History, UntypedStorage]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Place of a tensor in a storage."""
+class _View:
+    """View of a storage, as a tensor has it."""
 
     history: _History
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class _Place:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
+    def of(cls, tensor: Tensor) -> _View:
         offset = int(tensor.storage_offset())
         return cls(_history(tensor), tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
@@ -130,19 +130,19 @@ class _Operation:
     arguments: tuple[Sequence[Any], Mapping[str, Any]]
     generator: torch.Generator | None
     state: Any
-    results: Sequence[_Place] = ()
+    results: Sequence[_View] = ()
     number: int = 0
 
     @property
     def histories(self) -> set[_History]:
         """Those of its arguments."""
-        return {leaf.history for leaf in tree_leaves(self.arguments) if isinstance(leaf, _Place)}
+        return {leaf.history for leaf in tree_leaves(self.arguments) if isinstance(leaf, _View)}
 
     def run(self, memory: _Memory) -> Any:
         """Run it, with the same random numbers as ever; its results are in memory afterwards."""
 
         def real(value: Any) -> Any:
-            return value.tensor(memory) if isinstance(value, _Place) else value
+            return value.tensor(memory) if isinstance(value, _View) else value
 
         args, kwargs = tree_map(real, self.arguments)
         if self.generator is not None:
@@ -273,7 +273,7 @@ def _record(
     new = [one for one in results if not hasattr(one.untyped_storage(), "paceline_history")]
     histories = {_history(tensor, device) for tensor in (*written, *new)}
     operation.arguments = tree_map(_copied, operation.arguments)
-    operation.results = [_Place.of(tensor) for tensor in results]
+    operation.results = [_View.of(tensor) for tensor in results]
     touched = operation.histories | histories
     operation.number = 1 + max(history.clock for history in touched)
     for history in touched:
@@ -293,7 +293,7 @@ def _history(tensor: Tensor, device: torch.device | None = None) -> _History:
 
 def _operation(function: Any, args: Any, kwargs: Any, device: torch.device) -> _Operation:
     def placed(value: Any) -> Any:
-        return _Place.of(value) if isinstance(value, Tensor) and value.is_meta else value
+        return _View.of(value) if isinstance(value, Tensor) and value.is_meta else value
 
     generator = None
     if torch.Tag.nondeterministic_seeded in function.tags:

@@ -1,4 +1,4 @@
-"""Interpreter of a schedule: runs one stage's tasks, and puts what they return to its neighbours.
+"""Interpreter of a schedule: runs one stage's tasks, and puts their results to the next stages.
 
 forward            input ◀─ stage s − 1      output ─▶ stage s + 1
 backward           gradient ◀─ stage s + 1   all gradients; the input's ─▶ stage s − 1
@@ -23,12 +23,12 @@ from paceline.parallel.schedules import Task
 
 
 class Microbatches(NamedTuple):
-    """What the microbatches of a batch are on this stage.
+    """Inputs and losses of a batch's microbatches, as far as this stage has them.
 
     Attributes:
         inputs: on the first stage, by microbatch.
-        losses: on the last stage, what makes a loss of an output, by microbatch; weighted so that
-            the sum is the mean over the batch.
+        losses: on the last stage, by microbatch, a function from its output to its loss, weighted
+            so that the sum of all losses is the mean over the batch.
     """
 
     inputs: Sequence[Tensor]
@@ -36,7 +36,7 @@ class Microbatches(NamedTuple):
 
 
 class TaskTime(NamedTuple):
-    """When a task ran, in nanoseconds of the system's monotonic clock, and what it waited."""
+    """Begin, end and wait of a task, in nanoseconds of the system's monotonic clock."""
 
     task: Task
     begin: int
@@ -44,8 +44,8 @@ class TaskTime(NamedTuple):
     waited: int
 
 
-class Releases(Protocol):
-    """Protocol of what exchanges gradients along the data axis."""
+class GradientSync(Protocol):
+    """Protocol of a data-parallel replica, which exchanges gradients along the axis "data"."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later one outside sends the sums."""
@@ -94,7 +94,7 @@ class Interpreter:
         self.outputs: dict[int, Any] = {}
         self.times: list[TaskTime] = []
 
-    def run(self, tasks: Sequence[Task], releases: Releases, clock: Callable[[], int]) -> None:
+    def run(self, tasks: Sequence[Task], replica: GradientSync, clock: Callable[[], int]) -> None:
         """Run the tasks; the last backward of parameters lets their gradients be exchanged."""
         weights = [
             n for n, task in enumerate(tasks) if task.kind in ("backward", "backward_weight")
@@ -103,7 +103,7 @@ class Interpreter:
         for number, task in enumerate(tasks):
             begin = clock()
             self._waited = 0
-            with releases.no_sync() if number in accumulating else nullcontext():
+            with replica.no_sync() if number in accumulating else nullcontext():
                 getattr(self, f"_{task.kind}")(task.microbatch)
             self.times.append(TaskTime(task, begin, clock(), self._waited))
 
@@ -195,7 +195,7 @@ class Interpreter:
 
 
 class _Same(torch.autograd.Function):
-    """What a leaf is, in the same memory: an operation in place may change it, not a leaf."""
+    """Identity of a leaf, in its memory: in-place operations are allowed on it, not on a leaf."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
 """Link of a stage: activations and their gradients travel to the next stages by puts.
 
     stage s                                  stage s + 1
-    put(room 0, activation 1)  ───────────▶  take 1: copy it out of the room
-    put(room 1, activation 2)  ───────────▶
+    put(buffer 0, activation 1) ──────────▶  take 1: copy it out of the buffer
+    put(buffer 1, activation 2) ──────────▶
                                ◀───────────  notify: 1 was taken
-    put(room 0, activation 3)  ───────────▶  take 2
+    put(buffer 0, activation 3) ──────────▶  take 2
 
-and so gradients the other way. Each direction has two rooms in the receiver's window, of which a
-sender writes one while the receiver reads the other. A room begins with a head, which has the form
-of what is in it: the number of tensors, -1 for one that is in no tuple, and of each its dtype, its
-number of dimensions, and these. What travels is counted, over all batches.
-The loss and the sums of tied weights have rooms without an acknowledgement: a stage takes them
-before it begins the next batch, without which no other stage can end that batch.
+and so gradients the other way. Each direction has two receive buffers in the receiver's window: the
+sender writes one while the receiver reads the other. A buffer begins with a header, which describes
+its tensors: their number (-1: one tensor outside of a tuple), and of each the dtype, the number of
+dimensions, and these. Notifications count what travels in a direction, over all batches.
+
+The loss and the gradients of tied weights have receive buffers without an acknowledgement: a stage
+reads them before it begins the next batch, without which no other stage can end that batch.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from paceline.parallel.blocks import Value, tensors_in
 from paceline.parallel.meta_twin import MOST_TENSORS, TensorSpec
 from paceline.timeline.timeline import WAIT_FOR_STAGES
 
-_ROOMS = 2
+_BUFFERS = 2
 _ALIGNED = 64  # bytes
-_HEAD = 8 * (1 + 16 * MOST_TENSORS)  # bytes of a room; dimensions take less of it
+_HEADER = 8 * (1 + 16 * MOST_TENSORS)  # bytes of a buffer; dimensions take less of it
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.complex128, torch.complex64, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 )
-# Notifications, and for the two directions those of what was taken.
+# Notifications, by direction: of what has arrived, and of what the receiver has taken.
 _ARRIVED = {1: 0, -1: 1}
 _TAKEN = {1: 2, -1: 3}
 _LOSS = 4
@@ -52,25 +53,25 @@ class StageLink:
 
     Args:
         context: the generation.
-        room_bytes: the size of the largest boundary.
+        buffer_bytes: the size of the largest boundary.
         tied_bytes: the sizes of weights that several stages have.
 
     Attributes:
-        room_bytes: as given.
+        buffer_bytes: as given.
         waited: nanoseconds that the last `receive` has waited.
     """
 
     def __init__(
-        self, context: GenerationContext, room_bytes: int, tied_bytes: Sequence[int]
+        self, context: GenerationContext, buffer_bytes: int, tied_bytes: Sequence[int]
     ) -> None:
         group = context.along("stage")
-        self.room_bytes = room_bytes
+        self.buffer_bytes = buffer_bytes
         self.waited = 0
         self._context = context
         self._ranks = group.ranks
         self._stage = group.rank
-        self._room = _aligned(_HEAD + room_bytes)
-        self._loss_at = 2 * _ROOMS * self._room
+        self._buffer = _aligned(_HEADER + buffer_bytes)
+        self._loss_at = 2 * _BUFFERS * self._buffer
         ends = accumulate((group.size * _aligned(size) for size in tied_bytes), initial=_ALIGNED)
         self._tied_at = [self._loss_at + end for end in ends]
         self._window: Window = context.window(
@@ -87,17 +88,17 @@ class StageLink:
         Raises:
             ConfigError: it is larger than the meta device has shown, or no plain tensor.
         """
-        head, dense = self._packed(value)
+        header, dense = self._packed(value)
         self._sent[to] += 1
         number = self._sent[to]
         operation = f"sending {_NAMES[to]} of microbatch {microbatch}"
-        self._wait(self._stage + to, _TAKEN[to], number - _ROOMS, operation)
+        self._wait(self._stage + to, _TAKEN[to], number - _BUFFERS, operation)
         with self._named(operation):
-            room = self._room_at(to, number)
-            self._window.put(self._stage + to, room, [head, *dense], _ARRIVED[to], number)
+            offset = self._buffer_at(to, number)
+            self._window.put(self._stage + to, offset, [header, *dense], _ARRIVED[to], number)
 
     def _packed(self, value: Value) -> tuple[Tensor, list[Tensor]]:
-        """Return the head of a value, and its tensors as they travel."""
+        """Return the header of a value, and its tensors as they travel."""
         tensors = tensors_in(value)
         form = [-1 if isinstance(value, Tensor) else len(tensors)]
         for tensor in tensors:
@@ -108,16 +109,16 @@ class StageLink:
                     f"of {', '.join(map(str, _DTYPES))}."
                 )
             form += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-        head = torch.tensor(form)
+        header = torch.tensor(form)
         dense = [t.detach().resolve_conj().resolve_neg().cpu().contiguous() for t in tensors]
-        if head.nbytes + sum(tensor.nbytes for tensor in dense) > self._room:
+        if header.nbytes + sum(tensor.nbytes for tensor in dense) > self._buffer:
             shapes = ", ".join(f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors)
             raise ConfigError(
                 f"a stage returns {shapes}, for which its receiver has no memory: on the meta "
-                f"device the stages returned {self.room_bytes:,} bytes at most. Use operations "
+                f"device the stages returned {self.buffer_bytes:,} bytes at most. Use operations "
                 "whose results' shapes follow from shapes alone."
             )
-        return head, dense
+        return header, dense
 
     def receive(self, to: int, microbatch: int) -> Value:
         """Return the next value that travels in a direction, once it is here."""
@@ -127,15 +128,15 @@ class StageLink:
         operation = f"{_NAMES[to]} of microbatch {microbatch}"
         self._wait(self._stage - to, _ARRIVED[to], number, operation)
         self.waited = self._context.timeline.clock() - begin
-        room = self._room_at(to, number)
-        form = iter(self._window.memory[room : room + _HEAD].view(torch.int64).tolist())
+        offset = self._buffer_at(to, number)
+        form = iter(self._window.memory[offset : offset + _HEADER].view(torch.int64).tolist())
         count = next(form)
         specs = []
         for _ in range(abs(count)):
             dtype = _DTYPES[next(form)]
             specs.append(TensorSpec(tuple(islice(form, next(form))), dtype))
         size = 8 * (1 + sum(2 + len(spec.shape) for spec in specs))
-        copies = self._copies(room + size, specs)
+        copies = self._copies(offset + size, specs)
         with self._named(operation):
             self._window.put(self._stage - to, 0, None, _TAKEN[to], number)
         tensors = [copy.to(self._context.device) for copy in copies]
@@ -172,7 +173,7 @@ class StageLink:
         return total.to(own.device)
 
     def settle(self) -> None:
-        """Return once the others have what was sent: this process may be about to end."""
+        """Wait until the other stages have received what was sent: this process may end next."""
         operation = "the end of the batch"
         for to, number in self._sent.items():
             if number:
@@ -186,8 +187,8 @@ class StageLink:
         """Close the window."""
         self._window.close()
 
-    def _room_at(self, to: int, number: int) -> int:
-        return ((0 if to > 0 else _ROOMS) + number % _ROOMS) * self._room
+    def _buffer_at(self, to: int, number: int) -> int:
+        return ((0 if to > 0 else _BUFFERS) + number % _BUFFERS) * self._buffer
 
     def _copies(self, offset: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         copies = []

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.parallel.blocks import tensors_in
-from paceline.parallel.interpreter import Interpreter, Microbatches, Releases, TaskTime
+from paceline.parallel.interpreter import GradientSync, Interpreter, Microbatches, TaskTime
 from paceline.parallel.link import StageLink
 from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
 from paceline.parallel.schedules import Schedule, Task
@@ -75,7 +75,7 @@ class Pipeline:
 
     Attributes:
         run: whose ranks along the axis "stage" are the stages.
-        releases: exchanges gradients along the data axis.
+        replica: exchanges gradients along the axis "data".
         twin: shows the shapes between stages.
         tied: the weights that other stages have, too.
         schedule: by stage.
@@ -84,7 +84,7 @@ class Pipeline:
     """
 
     run: Run
-    releases: Releases
+    replica: GradientSync
     twin: MetaTwin
     tied: TiedWeights
     schedule: Schedule
@@ -127,7 +127,7 @@ class Pipeline:
         tasks = [task for task in own if task.microbatch < len(losses)]
         try:
             with torch.enable_grad():
-                interpreter.run(tasks, self.releases, self.run.timeline.clock)
+                interpreter.run(tasks, self.replica, self.run.timeline.clock)
                 self._batches += 1
                 if self._link is not None:
                     self.tied.release(self._link, self._batches)
@@ -152,7 +152,7 @@ class Pipeline:
         boundaries = self._boundaries(_EVALUATION, x)
         interpreter = self._interpreter(part, tuple, x, boundaries, ())
         tasks = [Task("forward", m) for m in range(len(boundaries))]
-        interpreter.run(tasks, self.releases, self.run.timeline.clock)
+        interpreter.run(tasks, self.replica, self.run.timeline.clock)
         outputs = [interpreter.outputs[m] for m in sorted(interpreter.outputs)]
         for output, of_stages in zip(outputs, boundaries, strict=False):
             _require_whole(output, of_stages[-1])
@@ -221,15 +221,15 @@ class Pipeline:
         return self._agreed[spec]
 
     def _connect(self, boundaries: Sequence[Sequence[Boundary]]) -> None:
-        """Open a link whose rooms are large enough, where there is none; collective then."""
+        """Open a link whose buffers hold all boundaries, where there is none; collective then."""
         if len(self.schedule) == 1:
             return
-        room = max(sum(one.bytes for one in some) for each in boundaries for some in each[:-1])
-        if self._link is None or self._link.room_bytes < room:
+        size = max(sum(one.bytes for one in some) for each in boundaries for some in each[:-1])
+        if self._link is None or self._link.buffer_bytes < size:
             if self._link is not None:
                 self._link.close()
             context = self.run.context
-            self._link = StageLink(context, room, self.tied.sizes)
+            self._link = StageLink(context, size, self.tied.sizes)
             self._batches = 0
             context.keep("stages", self._link)
 

@@ -57,7 +57,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Return 1F1B with divided backward passes; stage s runs its weights' s microbatches late."""
+    """Return 1F1B with divided backward; stage s computes weight gradients s microbatches late."""
     _check(stages, microbatches)
     inputs = _passes("backward_input", microbatches)
     weights = _passes("backward_weight", microbatches)

@@ -190,7 +190,7 @@ class _KeptStatistics:
 
 
 class _NoBackward(torch.autograd.Function):
-    """What an evaluation has returned, which has no gradients."""
+    """Identity whose backward raises: for the output of an evaluation, which has no gradients."""
 
     @staticmethod
     def forward(_: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _without_backward(output: Tensor) -> Tensor:
-    """Return an output of which backward is refused."""
+    """Return an evaluation's output, whose backward raises an error that names the remedy."""
     if not (output.is_floating_point() or output.is_complex()):
         return output
     anchor = torch.zeros((), requires_grad=True)

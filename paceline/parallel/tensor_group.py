@@ -76,18 +76,18 @@ class TensorGroup(dist.ProcessGroup):
         return _ended(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
-        """Do so."""
+        """Reduce each tensor over the ranks, in place."""
         return self.allreduce(tensors, options)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> dist.Work:
-        """Gather all ranks' tensors behind each other, along the first dimension."""
+        """Concatenate all ranks' tensors along the first dimension."""
         self._gather(own, output.chunk(self.size()))
         return _ended([output])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], owns: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        """Do so with several tensors."""
+        """Gather several tensors, each as `all_gather_single`."""
         for output, own in zip(outputs, owns, strict=True):
             self.all_gather_single(output, own)
         return _ended(outputs)
@@ -102,7 +102,7 @@ class TensorGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], owns: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        """Do so with several tensors."""
+        """Reduce several tensors, each as `reduce_scatter_single`."""
         for output, own in zip(outputs, owns, strict=True):
             self.reduce_scatter_single(output, own, options)
         return _ended(outputs)

@@ -1,7 +1,7 @@
 """Tied weights: parameters that several stages have, such as an embedding's that is the head's too.
 
     forward, backward      a leaf with the weight's memory gets the gradients of all microbatches
-    then                   the stages that have the weight add theirs up, in the stages' order
+    then                   the stages that have the weight sum their gradients, in stage order
     and then               the sum becomes the weight's own gradient, which is exchanged along data
 
 So the exchange along data sends the sum, once, and the stages make the same update.
@@ -19,7 +19,7 @@ from paceline.parallel.link import StageLink
 
 
 def tied_weights(parts: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, list[int]]:
-    """Return the parameters that several stages have, with these.
+    """Return the parameters that several stages have, with the indices of their stages.
 
     Args:
         parts: each stage's modules.
@@ -49,7 +49,7 @@ class TiedWeights:
         self.counted = {p for p, stages in tied.items() if stage in stages[1:]}
         every = enumerate(tied.items())
         self._own = [(n, p, stages) for n, (p, stages) in every if stage in stages]
-        self._places = [
+        self._readers = [
             (module._parameters, name, p)
             for module in dict.fromkeys(m for block in parts[stage] for m in block.modules())
             for name, p in module._parameters.items()
@@ -61,7 +61,7 @@ class TiedWeights:
         """Let the stage's modules read leaves in place of the weights, until `release`."""
         if not self._leaves:
             self._leaves = {p: p.detach().requires_grad_(p.requires_grad) for _, p, _ in self._own}
-            for parameters, name, p in self._places:
+            for parameters, name, p in self._readers:
                 parameters[name] = self._leaves[p]  # type: ignore[assignment]
 
     def restore(self) -> dict[Any, Tensor]:
@@ -69,7 +69,7 @@ class TiedWeights:
         leaves = self._leaves
         self._leaves = {}
         if leaves:
-            for parameters, name, p in self._places:
+            for parameters, name, p in self._readers:
                 parameters[name] = p
         return leaves
 

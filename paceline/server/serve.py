@@ -88,7 +88,7 @@ def refusal(invitation: Invitation, model: str = "") -> str:
 
 
 class WorkersAddresses:
-    """Addresses of workers, which these gather and give to the server.
+    """Addresses of the workers of an invitation, as a server's bootstrap asks for them.
 
     Args:
         registered: the server's registration.
@@ -317,7 +317,7 @@ def layout_of(invitation: Invitation, worker: int | None = None) -> Layout:
 def _reporting(
     served: Serving, invitation: Invitation, report: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Return what reports what was served so far, about once a minute."""
+    """Return a check that reports about once a minute what was served so far."""
     reported = time.monotonic()
     versions = 0
 

@@ -31,7 +31,7 @@ def cut(given: nn.Module, stages: int = 2, batch: Any = None, **options: Any) ->
     def run(rank: PipelineRank) -> Any:
         stage = rank.cut(given, **options)
         if batch is not None:
-            rank.releases.replica = Accumulating()  # type: ignore[assignment]
+            rank.sync.replica = Accumulating()  # type: ignore[assignment]
             stage.train_batch(*batch)
         return sorted(stage.state_dict()), rank.said
 

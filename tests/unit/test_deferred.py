@@ -125,7 +125,7 @@ def test_a_stage_has_its_own_values_alone() -> None:
     def run(rank: PipelineRank) -> dict[str, Tensor]:
         whole = models[rank.run.context.along("stage").rank]
         options = PipelineOptions(loss=F.cross_entropy, microbatches=3, cuts=["1", "3"])
-        stage = cut_model(whole, rank.run, rank.releases, options, report=rank.said.append)
+        stage = cut_model(whole, rank.run, rank.sync, options, report=rank.said.append)
         assert not any(tensor.is_meta for tensor in stage.state_dict().values())
         for name, p in stage.named_parameters():
             assert hasattr(p, "mark") is (name in ("0.weight", "3.weight")), name
@@ -161,7 +161,7 @@ def test_a_model_of_the_meta_device_gets_the_values_of_reset_parameters() -> Non
     said: list[str] = []
     options = PipelineOptions(loss=F.cross_entropy, microbatches=1)
     (stage,) = on_ranks(
-        lambda rank: cut_model(model, rank.run, rank.releases, options, report=said.append), 1
+        lambda rank: cut_model(model, rank.run, rank.sync, options, report=said.append), 1
     )
     for key, value in expected.state_dict().items():
         assert torch.equal(stage.state_dict()[key], value), key

@@ -1,4 +1,4 @@
-"""The parameter servers of asynchronous workers in one process: one for each, over common shards.
+"""Parameter servers of asynchronous workers in one process: one for each, over common shards.
 
     worker 0 ── window ── ParameterServer ─┐
     worker 1 ── window ── ParameterServer ─┼─ OwnedShards

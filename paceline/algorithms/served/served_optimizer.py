@@ -1,4 +1,4 @@
-"""A worker's optimizer where servers update: they have its state, and get its hyperparameters.
+"""Optimizer of a worker whose parameters servers update: its state is theirs.
 
 Each worker gives the servers a part of the state when parameters are bound or a state is loaded,
 and fetches that part for snapshots and checkpoints. Of all workers of an exchange, the first alone
@@ -47,7 +47,7 @@ _RECORD = "a step's record to the servers"
 
 
 class ServedOptimizer(DividedOptimizer):
-    """A worker's optimizer, whose state the servers have.
+    """Optimizer of a worker: servers have its state, and update by its hyperparameters.
 
     Args:
         optimizer: the user's optimizer, whose class and hyperparameters the servers use.

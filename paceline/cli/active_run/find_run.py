@@ -35,7 +35,7 @@ def find_run(run: str, output_dir: Path) -> Path:
 
 
 def find_run_or_weights(run: str, output_dir: Path) -> tuple[Path | None, str]:
-    """Return a run's folder, given its path or id, or a file of weights and its run's, if it has.
+    """Return the run's folder and the file of weights that a path or an id names.
 
     Returns:
         the folder, None where the file isn't in one; and the file's path, "" where a run was given.

@@ -1,17 +1,16 @@
-"""Meter of what this process, and the machine as far as this process reports it, cost so far."""
+"""Meter of the processor time, GPU time and energy that a worker, or its machine, has used."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from paceline.observe.cost.energy import POWERCAP, Rapl, gpu_counter
+from paceline.observe.cost.energy import Rapl, gpu_counter
 from paceline.observe.cost.processes import processor_seconds, running_seconds
 from paceline.recorder import NullRecorder
 
@@ -50,32 +49,22 @@ class CostMeter(NullRecorder):
         supervised: whether the process that started this one started all processes of the run on
             this machine. The first worker of a machine then reports them all, those that were
             killed, too. Otherwise each worker reports itself and what it started.
-        powercap: the folder of the machine's energy counters.
-        clock: returns seconds since an arbitrary origin.
 
     Attributes:
         supervised: as given.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        supervised: bool,
-        powercap: Path = POWERCAP,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, device: torch.device, *, supervised: bool) -> None:
         self.supervised = supervised
         self._root = os.getppid() if supervised else os.getpid()
-        self._clock = clock
-        self._began = self._polled = clock()
-        self._rapl = Rapl(powercap)
+        self._began = self._polled = time.monotonic()
+        self._rapl = Rapl()
         self._gpu_joules = gpu_counter(device) if device.type == "cuda" else None
 
     def event(self, name: str, **more: Any) -> None:
         """Read the counters from time to time."""
-        if name == "step" and self._clock() - self._polled >= _POLL_S:
-            self._polled = self._clock()
+        if name == "step" and time.monotonic() - self._polled >= _POLL_S:
+            self._polled = time.monotonic()
             self._rapl.joules()
 
     def usage(self, *, first: bool) -> Usage:
@@ -91,12 +80,12 @@ class CostMeter(NullRecorder):
         return Usage(
             processor=seconds,
             machine=running_seconds(self._root) if first else 0.0,
-            gpu=0.0 if gpu is None else self._clock() - self._began,
+            gpu=0.0 if gpu is None else time.monotonic() - self._began,
             processor_energy=self._rapl.joules() if first else 0.0,
             gpu_energy=0.0 if gpu is None else gpu(),
         )
 
 
 def total_usage(parts: Iterable[Usage]) -> Usage:
-    """Return the sum of several usages; what one doesn't tell isn't known of all."""
+    """Return the sum of several usages; what is unknown of one is unknown of all."""
     return Usage.of_values(map(sum, zip(*map(astuple, [Usage(), *parts]), strict=True)))

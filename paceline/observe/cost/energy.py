@@ -5,7 +5,7 @@ RAPL's counters are files in microjoules. They wrap around, within an hour on a 
     energy_uj   …, 262143000000, 262143900000, 12000, …     max_energy_range_uj  262143328850
 
 See Documentation/power/powercap/powercap.rst of the Linux kernel. A machine that has none, or that
-lets only root read them, tells nothing: then nothing is guessed.
+lets only root read them, has no figure: then nothing is guessed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _read(path: Path) -> float:
 
 
 def gpu_counter(device: torch.device) -> Callable[[], float]:
-    """Return what reads the energy of a GPU since now, in joules; NaN where it isn't told.
+    """Return what reads the energy of a GPU since now, in joules; NaN where it isn't known.
 
     It needs the package nvidia-ml-py, and a GPU that counts: NVIDIA's since Volta.
     """

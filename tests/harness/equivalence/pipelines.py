@@ -85,8 +85,8 @@ class ThreadContext(GenerationContext):
 
 
 @dataclass
-class Later:
-    """What releases gradients: a replica, once there is one."""
+class BoundLater:
+    """Replica of a stage's gradients: the one that a test binds later."""
 
     replica: Replica | None = None
 
@@ -100,13 +100,13 @@ class PipelineRank:
 
     Attributes:
         run: its run.
-        releases: of its stage.
+        sync: exchanges the gradients of its stage.
         said: what the cutting has reported here.
         folder: of the run.
     """
 
     run: Run
-    releases: Later = field(default_factory=Later)
+    sync: BoundLater = field(default_factory=BoundLater)
     said: list[str] = field(default_factory=list)
     folder: Path | None = None
 
@@ -115,7 +115,7 @@ class PipelineRank:
         return cut_model(
             copy.deepcopy(model),
             self.run,
-            self.releases,
+            self.sync,
             PipelineOptions(loss=loss, **options),
             report=self.said.append,
             folder=self.folder,
@@ -124,7 +124,7 @@ class PipelineRank:
     def bind(self, stage: Stage, optimizer: Optimizer, config: SyncConfig) -> Replica:
         """Exchange a stage's gradients along the data axis."""
         replica = replicate(stage, optimizer, self.run, config, BatchShare())
-        self.releases.replica = replica
+        self.sync.replica = replica
         return replica
 
     def own(self, batch: Tensor) -> Tensor:
