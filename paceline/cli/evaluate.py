@@ -128,9 +128,9 @@ def _print(
     result: Evaluation, names: Sequence[str], config: EvaluateConfig, console: Console
 ) -> None:
     scores = result.scores
+    top5 = f", top-5 {scores.top5:.2%}" if len(names) > 5 else ""  # otherwise it is 100%
     console.print(
-        f"{scores.samples:,} images: loss {scores.loss:.4f}, accuracy {scores.accuracy:.2%}, "
-        f"top-5 {scores.top5:.2%}"
+        f"{scores.samples:,} images: loss {scores.loss:.4f}, accuracy {scores.accuracy:.2%}{top5}"
     )
     table = table_of("class", "images", "right", "taken for")
     matrix = result.confusion.tolist()

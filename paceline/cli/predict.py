@@ -34,7 +34,7 @@ The exit status is 1 if an image can't be read; the others are classified.
 Examples:
   paceline predict digits photo.jpg
   paceline predict runs/digits photos --top 1 --csv > photos.csv
-  find photos -newer last | paceline predict digits - --json"""
+  find photos -name '*.jpg' -newer last | paceline predict digits - --json"""
 
 _Print = Callable[[Prediction], None]
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(PredictConfig, argv, prog="paceline predict", description=_DESCRIPTION)
     keep_freed_memory()  # each batch takes the memory of the last one's activations
     folder, file = find_run_or_weights(config.run, Path(config.output_dir))
-    paths = find_images(_places(config.images))
+    paths = [*_paths(config.images)]
     cuda = torch.cuda.is_available() and not config.use_cpu
     device = torch.device("cuda" if cuda else "cpu")
     trained = TrainedModel.read(folder, device, config.weights or file)
@@ -79,14 +79,15 @@ def main(argv: Sequence[str]) -> int:
     return 1 if unread else 0
 
 
-def _places(words: Sequence[str]) -> Iterator[str]:
+def _paths(words: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of images; of those of a list, one that isn't there is no mistake."""
     for word in words:
         if word != "-":
-            yield word
+            yield from find_images([word])
             continue
         for line in sys.stdin:
             if path := line.rstrip("\n"):
-                yield path
+                yield from find_images([path]) if Path(path).is_dir() else [path]
 
 
 @contextmanager

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import select
 import sys
 from contextlib import suppress
 
+_PATHS = "paceline.paths"  # the name of what writes characters that an encoding lacks
+
 
 def prepare_streams() -> None:
     """Make the standard streams usable for any text.
 
     A closed stream, as after `>&-`, becomes the null device; otherwise files and connections would
-    get its number. Characters that a stream's encoding lacks are written as `?`.
+    get its number. Bytes of paths that are no text are read and written as they are; characters
+    that the output's encoding lacks are written as `?`.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest free number
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode))  # noqa: SIM115  # open until the process ends
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # a stream that was read can't change
-            sys.stdout.reconfigure(errors="replace")
+    codecs.register_error(_PATHS, _bytes_of)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, _PATHS)):
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):  # a stream that was read can't change
+                stream.reconfigure(errors=errors)
+
+
+def _bytes_of(error: UnicodeError) -> tuple[bytes, int]:
+    """Return the bytes that surrogates stand for, see PEP 383, and `?` for other characters."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    codes = (ord(one) - 0xDC00 for one in lacking)
+    return bytes(code if 0x80 <= code <= 0xFF else ord("?") for code in codes), error.end
 
 
 def reader_is_gone() -> bool:

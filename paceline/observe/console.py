@@ -14,6 +14,7 @@ epoch:
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from paceline.errors import many
 from paceline.observe.cost.cost import Cost
 from paceline.observe.csv_log import CsvLog
 from paceline.observe.last_state import best_sentence
+from paceline.observe.model_card import CARD_NAME
 from paceline.observe.progress_rate import ProgressRate, duration
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.observe.terminal import Terminal
@@ -217,7 +219,9 @@ class Console(NullRecorder):
             self._terminal.line(f"Cost: {', '.join(self._cost.texts)}.")
         if fields.get("weights"):
             self._terminal.line(f"Weights: {', '.join(fields['weights'])}")
-            run = Path(fields["weights"][0]).parent
+            folder = Path(fields["weights"][0]).parent
+            self._terminal.line(f"Model card: {folder / CARD_NAME}")
+            run = shlex.quote(str(folder))
             self._terminal.line(f"Classify images: paceline predict {run} IMAGE …")
             more = ", ".join(f"paceline {name} {run}" for name in ("evaluate", "export", "plot"))
             self._terminal.line(f"More: {more}, paceline compare {run} OTHER")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def model_card(
         "classes": _classes(about.get("classes")),
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
-    run = best.parent
+    run = shlex.quote(str(best.parent))
     arguments = ", ".join(f"{name}={about[name]}" for name in ("num_labels", "num_channels"))
     return f"""\
 # {summary.run}

@@ -178,13 +178,14 @@ def test_the_end_names_the_best_epoch_and_the_weights() -> None:
     console = Console(file, clock=clock)
     console.event("run", **RUN)
     written = file.tell()
-    console.event("end", best=0.961, best_epoch=2, weights=["runs/r/a.pt", "runs/r/b.pt"])
+    console.event("end", best=0.961, best_epoch=2, weights=["my runs/r/a.pt", "my runs/r/b.pt"])
     assert file.getvalue()[written:] == (
         "Finished after 0:00; best test accuracy 96.10% after epoch 3.\n"
-        "Weights: runs/r/a.pt, runs/r/b.pt\n"
-        "Classify images: paceline predict runs/r IMAGE …\n"
-        "More: paceline evaluate runs/r, paceline export runs/r, paceline plot runs/r, "
-        "paceline compare runs/r OTHER\n"
+        "Weights: my runs/r/a.pt, my runs/r/b.pt\n"
+        "Model card: my runs/r/README.md\n"
+        "Classify images: paceline predict 'my runs/r' IMAGE …\n"
+        "More: paceline evaluate 'my runs/r', paceline export 'my runs/r', "
+        "paceline plot 'my runs/r', paceline compare 'my runs/r' OTHER\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from paceline.api.exit_handler import ExitHandler
+from paceline.cli.streams import prepare_streams
 from paceline.cluster.environment import Environment
 from paceline.errors import DataError
 
@@ -111,6 +113,22 @@ assert all(map(os.get_inheritable, range(3)))
 """
     ended = run(["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", script])
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_path_that_is_no_text_is_read_and_written_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = b"lat\xe9in \xff.jpg\n"
+    written = io.BytesIO()
+    for encoding, other in (("utf-8", "é".encode()), ("ascii", b"?")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path), encoding="utf-8"))
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+        prepare_streams()
+        print(sys.stdin.readline(), end="é", flush=True)
+        sys.stdout.detach()  # type: ignore[attr-defined]
+        assert written.getvalue() == path + other
+        written.truncate(0)
+        written.seek(0)
 
 
 def run(command: Sequence[str], **streams: int) -> subprocess.CompletedProcess[str]:

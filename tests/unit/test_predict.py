@@ -86,16 +86,18 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_classified(
     Path("pet.heic").write_bytes(b"\x00\x00\x00\x18ftypheic")
     Path("gone.png").symlink_to("nowhere")
     words = ["bad.jpg", "photos/holiday/1.png", "pet.heic", "gone.png", "photos/holiday/0.png"]
+    words += ["removed.png", "photos"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(words)))
     options = ["--csv", "--top", "2", "--use_cpu", "--decode_workers", "0"]
     assert main(["predict", "pets", "-", *options]) == 1
     out, error = capsys.readouterr()
     rows = [*csv.DictReader(out.splitlines())]
-    assert [row["image"] for row in rows] == [words[1], words[4]]
+    found = [f"photos/holiday/{number}.png" for number in range(5)]
+    assert [row["image"] for row in rows] == [words[1], words[4], *found]
     assert [*rows[0]] == ["image", "class_1", "probability_1", "class_2", "probability_2"]
-    for word in ("bad.jpg", "pet.heic", "gone.png"):
+    for word in ("bad.jpg", "pet.heic", "gone.png", "removed.png"):
         assert f"paceline: {word} can't be" in error
-    assert "paceline: 3 of 5 images couldn't be read." in error
+    assert "paceline: 4 of 11 images couldn't be read." in error
 
 
 def test_many_images_are_decoded_by_processes_in_their_order(
