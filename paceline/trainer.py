@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import total
 from paceline.data.loader import Batch
-from paceline.data.mixup import first_labels
 from paceline.errors import many
 from paceline.models.output_check import explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.replica.replica import Replica
 from paceline.run.batches import Batches
 from paceline.run.convergence import Convergence
-from paceline.run.moving_average import MovingAverage
+from paceline.run.extension import Extension
 from paceline.run.precision import Precision
 from paceline.run.predictor import EvaluationSums, Predictor, evaluated
-from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
 from paceline.run.steps import Steps
 from paceline.state.weights import save_epoch
@@ -37,22 +35,22 @@ class Trainer:
 
     `about` describes the model in the files of its weights.
     `convergence` ends it before the last of its `epochs`. `fixed` are modules that compute as in an
-    evaluation while the others train. `average` is evaluated and written in place of the weights.
-    `mixed_criterion` is the loss of training samples that are mixed; None: they aren't.
+    evaluation while the others train. `evaluated` is the model that is evaluated and written, and
+    `training_criterion` the loss of training samples, where `extensions` give others.
     `staged` trains the batches of a model that is a pipeline's stage; None: it is whole.
     """
 
     model: nn.Module
+    evaluated: nn.Module
     criterion: nn.Module
+    training_criterion: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler
     precision: Precision
     replica: Replica
     steps: Steps
-    device: torch.device
     train: Batches
     test: Batches | None
-    small: SmallSlices
     folder: Path
     weights_name: str
     about: Mapping[str, Any]
@@ -60,22 +58,13 @@ class Trainer:
     num_labels: int
     convergence: Convergence
     fixed: tuple[nn.Module, ...] = ()
-    average: MovingAverage | None = None
-    mixed_criterion: nn.Module | None = None
+    extensions: Sequence[Extension] = ()
     staged: StagedPass | None = None
 
     @cached_property
     def predictor(self) -> Predictor:
         """The model's forward pass."""
-        return self._predictor_of(self.model)
-
-    @cached_property
-    def evaluated(self) -> nn.Module:
-        """The model that is evaluated and written: the average of its weights, if there is one."""
-        return self.model if self.average is None else self.average.model
-
-    def _predictor_of(self, model: nn.Module) -> Predictor:
-        return Predictor(model=model, precision=self.precision, num_labels=self.num_labels)
+        return Predictor(model=self.model, precision=self.precision, num_labels=self.num_labels)
 
     def run(self) -> None:
         """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
@@ -101,7 +90,7 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
         waiting = self.train.end_epoch(timeline.now() - started)
-        staleness = self.steps.take_staleness()
+        fields = self.steps.epoch_fields()
         tested = self._evaluate(epoch) if self.test is not None else None
         self.steps.run.recorder.event(
             "epoch",
@@ -110,8 +99,7 @@ class Trainer:
             batches=self.train.steps,
             learning_rate=rate,
             wait_input=waiting,
-            staleness=staleness,
-            straggler=self.steps.straggler,
+            **fields,
             samples=trained.samples,
             loss=trained.loss,
             accuracy=trained.accuracy,
@@ -141,17 +129,14 @@ class Trainer:
             module.eval()
         for step in range(self.steps.position.step, self.train.steps):
             self._train_step(self.train.batch(epoch, step))
-        ended = scores(self.steps.end_steps(merge=epoch + 1 == self.epochs))
-        if self.average is not None:
-            self.average.end_epoch(self.model, self.schedule.last_epoch)
-        return ended
+        return scores(self.steps.end_steps(merge=epoch + 1 == self.epochs))
 
     def _train_step(self, batch: Batch) -> None:
         rate = self.schedule.get_last_lr()[0]
         order = self.train.loader.order
         sums = self.steps.begin(batch.place)
         parts = 1 if self.staged is None else self.staged.microbatches
-        with self.small.in_step([self.model], order, -(-len(batch.images) // parts)):
+        with self.train.small.in_step([self.model], order, -(-len(batch.images) // parts)):
             updated = self._pass(batch, sums[:BATCH_SUMS])
             sums[BATCH_SUMS].fill_(not updated)  # assigned, it would be copied from the host
         counts = None if self.staged is None else self.staged.counts
@@ -164,11 +149,13 @@ class Trainer:
             self.staged.train(batch, sums)
             return self.precision.update(self.replica, self.optimizer)
         logits = self.predictor.logits(batch.images)
-        if self.average is not None:
-            self.average.update(self.model, self.schedule.last_epoch)
-        loss = self.predictor.loss(self.mixed_criterion or self.criterion, logits, batch.labels)
+        for extension in self.extensions:
+            extension.after_forward(self.schedule.last_epoch)
+        loss = self.predictor.loss(self.training_criterion, logits, batch.labels)
         updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-        labels = batch.labels if self.mixed_criterion is None else first_labels(batch.labels)
+        labels = batch.labels
+        for extension in self.extensions:
+            labels = extension.scored(labels)
         add_scores(sums, loss.detach(), logits.detach(), labels, batch.place.count)
         return updated
 
@@ -177,8 +164,8 @@ class Trainer:
         run = self.steps.run
         self.model.eval()
         _, workers = run.rank_and_size()
-        predictor = self.predictor if self.average is None else self._predictor_of(self.evaluated)
-        sums = EvaluationSums(predictor, self.criterion, workers, self.device)
+        predictor = replace(self.predictor, model=self.evaluated)
+        sums = EvaluationSums(predictor, self.criterion, workers, run.context.device)
         for step in range(self.test.steps):
             sums.add(self.test.batch(epoch, step))
             run.recorder.event("evaluate", step=step, steps=self.test.steps)

@@ -49,21 +49,15 @@ class SamplePosition:
         several: whether there are several models or optimizers, so that several steps may train a
             batch.
         saved_draw: of the checkpoint, the order that a sampler has drawn, or None.
-        measured: whether the ranks' shares of the loader's batches follow their speeds.
         must_divide: whether the script has asked for that, so that the loader must divide batches.
     """
 
-    def __init__(
-        self,
-        position: Position,
-        run: Run,
-        errors: CellErrors | None = None,
-    ) -> None:
+    def __init__(self, position: Position, run: Run, errors: CellErrors | None = None) -> None:
         self.position = position
         self._errors = CellErrors(interactive=False) if errors is None else errors
         self.iterating = self.left_early = False
         self.begun = self.several = False
-        self.measured = self.must_divide = False
+        self.must_divide = False
         self._trained: BatchSlice | None = None  # by the last step, if another may train it too
         self._run = run
         self.order: Order | None = None

@@ -382,16 +382,15 @@ class ScriptLoop:
 
         Batches whose gradients accumulate have the same.
         """
-        if not self._position.measured or self.steps is None or self.steps.speeds is None:
-            return None
+        speeds = self._session.speeds
         waiting = self._position.waiting
-        return self.steps.speeds.shares(waiting[0].number if waiting else number)
+        first = waiting[0].number if waiting else number
+        return None if speeds is None else speeds.shares(first)
 
     def present_shares(self) -> Sequence[int] | None:
         """Return the shares by which an evaluation's batches are divided; None: equal ones."""
-        if not self._position.measured or self.steps is None or self.steps.speeds is None:
-            return None
-        return self.steps.speeds.present_shares()
+        speeds = self._session.speeds
+        return None if speeds is None else speeds.present_shares()
 
     def queue_slice(self, batch_slice: BatchSlice, found: int) -> None:
         """Queue a slice for the next step, which may train later ones too.

@@ -54,6 +54,7 @@ class ScriptModels:
         self.begun = False
         self.in_step = False
         self.failed = False
+        self._checks: Sequence[FirstStepChecks] = ()  # of the pairs together
 
     def restore(self, pair: Pair) -> None:
         """Restore a pair from the checkpoint, and give all ranks rank 0's optimizer state."""
@@ -102,11 +103,10 @@ class ScriptModels:
         self.models = [pair.model for pair in everything if pair.scope.first]
         self._position.several = len(replicas) > 1
         config = everything[0].config
-        self._position.measured = config.measures_shares
         self._position.must_divide = config.shares == "measured"
         speeds = session.worker_speeds(config)
-        checks = self._first_step_checks(training)
-        session.bind(training, speeds, first_step_checks=checks)
+        self._checks = self._first_step_checks(training)
+        session.bind(training, speeds, extensions=self._checks)
         return training
 
     def discard_batches(self) -> None:
@@ -125,10 +125,10 @@ class ScriptModels:
         refuse_missing(self.pairs, session.start.state)
         for note in session.start.given.notes(session.start.state or {}):
             run.note(note, shown=run.leads)
-        if session.steps.speeds is not None and order is not None:
-            session.steps.speeds.batch_size = order.batch_size
-        if session.steps.first_step_checks is not None:
-            session.steps.first_step_checks.divided = order is not None
+        if session.speeds is not None and order is not None:
+            session.speeds.batch_size = order.batch_size
+        for checks in self._checks:
+            checks.divided = order is not None
         for scaler in self.tracked.scalers:
             self.replica.use_loss_scale(scaler)
         session.record_start(
@@ -145,11 +145,11 @@ class ScriptModels:
             session.resources.enter_context(reporting_lost_supervisor(session.folder))
         self.begun = True
 
-    def _first_step_checks(self, training: Training) -> FirstStepChecks | None:
+    def _first_step_checks(self, training: Training) -> Sequence[FirstStepChecks]:
         session = self._session
         mesh = session.run.context.mesh
         if mesh.divided or mesh.lengths["data"] == 1:  # a stage knows no batch, or no loss
-            return None
+            return []
         checks = FirstStepChecks(
             session.run,
             list(dict.fromkeys(pair.model for pair in training.pairs)),
@@ -157,4 +157,4 @@ class ScriptModels:
             averaged=training.replica.rounds is not None,
         )
         session.bound.callback(checks.close)
-        return checks
+        return [checks]

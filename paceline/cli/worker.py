@@ -156,7 +156,7 @@ def _record_start(config: TrainConfig, session: Session, trainer: Trainer) -> No
         record_edits(trainer.folder, config.identity())
     session.record_start(
         model=config.model.name,
-        device=trainer.device.type,
+        device=session.device.type,
         samples=trainer.train.samples,
         steps=trainer.train.steps,
         epochs=trainer.epochs,

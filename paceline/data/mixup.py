@@ -20,9 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from paceline.data.order import Indices, uniforms
 from paceline.data.sample_maker import SampleMaker
@@ -30,9 +27,7 @@ from paceline.data.source import Pixels, SourceLost
 from paceline.errors import DataError
 
 MOST_LABELS = 1 << 24
-
-_MASK = MOST_LABELS - 1
-_ONE = 1 << 15  # the weight 1
+WHOLE = 1 << 15  # the weight 1, in a label's bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,37 +64,12 @@ class MixupMaker(SampleMaker):
             return label
         weight = _weight(chance, self.alpha)
         # In integers, so that all processors round alike.
-        mixed = out.astype(np.uint32) * (_ONE - weight) + other.astype(np.uint32) * weight
-        out[:] = (mixed + _ONE // 2) >> 15
+        mixed = out.astype(np.uint32) * (WHOLE - weight) + other.astype(np.uint32) * weight
+        out[:] = (mixed + WHOLE // 2) >> 15
         return label | other_label << 24 | weight << 48
-
-
-class MixedCrossEntropy(nn.Module):
-    """Cross entropy of mixed samples: (1 − w) · loss by i's label + w · loss by j's; their mean.
-
-    Args:
-        label_smoothing: as torch's `CrossEntropyLoss` has it, for both labels.
-    """
-
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        super().__init__()
-        self._smoothing = label_smoothing
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of logits, (n, classes), given labels, (n,), as `MixupMaker` has them."""
-        one, other = (
-            cross_entropy(logits, own, reduction="none", label_smoothing=self._smoothing)
-            for own in (first_labels(labels), labels >> 24 & _MASK)
-        )
-        return torch.lerp(one, other, (labels >> 48).to(one.dtype) / _ONE).mean()
-
-
-def first_labels(labels: Tensor) -> Tensor:
-    """Return the labels, (n,), of the images that have the larger weight."""
-    return labels & _MASK
 
 
 def _weight(chance: float, alpha: float) -> int:
     """Draw a partner's weight, at most 1/2, in units of 2^-15, given a number in [0, 1)."""
     share = np.random.default_rng(int(chance * 2**53)).beta(alpha, alpha)
-    return round(min(share, 1 - share) * _ONE)
+    return round(min(share, 1 - share) * WHOLE)

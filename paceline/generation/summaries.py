@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain, islice
 from queue import SimpleQueue
 from threading import Thread
 
@@ -37,10 +38,7 @@ from paceline.comm.peer_activities import NO_PEERS, PeerActivities, Timeout
 from paceline.errors import CommTimeout, ConfigError
 from paceline.timeline.timeline import WAIT_FOR_SUMMARY, Timeline
 
-NONE_ACKNOWLEDGED: Sequence[bool] = (
-    False,
-    False,
-)  # at most two snapshots are held and not committed
+NONE_ACKNOWLEDGED: Sequence[bool] = (False, False)  # two are held and not committed at most
 _MARKS = 10  # numbers behind the sums
 _CPU = torch.device("cpu")
 
@@ -60,9 +58,7 @@ class StepSummary:
         checked: whether any rank checked the state before the step.
         same_state: whether all ranks whose state is equal reported the same code of it.
         check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
-        times: the ranks' own times of the step in ms, (ranks,), 0 where a rank has none; () where
-            they aren't measured.
-        seen: the rows of `FirstStepChecks`, summed over the ranks; () after the first steps.
+        rows: of each extension of the steps, summed over the ranks; (): of a lost generation's.
         written: the number of completed steps in the newest checkpoint of which all parts are
             written; 0 where they aren't of one.
     """
@@ -77,8 +73,7 @@ class StepSummary:
     checked: bool = False
     same_state: bool = True
     check_interval: int = 0
-    times: tuple[float, ...] = ()
-    seen: tuple[float, ...] = ()
+    rows: tuple[tuple[float, ...], ...] = ()
     written: int = 0
 
 
@@ -150,8 +145,7 @@ class StepSummaries:
         outcome: int = 0,
         code: int = 0,
         check_interval: int = 0,
-        times: Sequence[float] = (),
-        seen: Sequence[float] = (),
+        rows: Sequence[Sequence[float]] = (),
         written: int = 0,
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
@@ -167,21 +161,18 @@ class StepSummaries:
             outcome: how the step ended, below 2^20; the same on all ranks.
             code: of the state before the step, below 2^20; 0: it isn't checked.
             check_interval: the interval between replica checks that rank 0 asks for; 0 on others.
-            times: (ranks,) this rank's own time of the step in ms, and 0 for the others; () where
-                no rank measures the step.
-            seen: this rank's row of `FirstStepChecks`; as many numbers on all ranks.
+            rows: this rank's row of each extension; as many, and as long, on all ranks.
             written: the number of completed steps in the newest file of this rank's part of a
                 checkpoint; 0: there is none.
         """
-        marks = [*seen, *times, stop, request, *acknowledged, interval, check_interval]
+        marks = [*chain(*rows), stop, request, *acknowledged, interval, check_interval]
         marks += [outcome, outcome**2, code, written]
         pending = _Pending(
             step=step,
             sums=sums,
             copy=HostCopy(sums),
             marks=marks,
-            timed=len(times),
-            seen=len(seen),
+            lengths=[len(row) for row in rows],
         )
         self._pending.append(pending)
         if self._reports is not None:
@@ -202,13 +193,14 @@ class StepSummaries:
             with self._timeline.span(WAIT_FOR_SUMMARY):
                 numbers = self._numbers(pending)
             ranks = self.communicator.world_size
-            timed = len(numbers) - _MARKS - pending.timed  # where the times begin
-            values = timed - pending.seen
+            rest = iter(numbers)
+            sums = tuple(islice(rest, len(pending.sums)))
+            rows = tuple(tuple(islice(rest, length)) for length in pending.lengths)
             stops, request, *counts, interval, check_interval = numbers[-_MARKS:-4]
             outcomes, squares, codes, _ = numbers[-4:]
             yield StepSummary(
                 step=pending.step,
-                sums=tuple(numbers[:values]),
+                sums=sums,
                 stop=stops > 0,
                 request=int(request),
                 acknowledged=tuple(count == ranks for count in counts),
@@ -217,8 +209,7 @@ class StepSummaries:
                 checked=codes > 0,
                 same_state=self._same_state(pending),
                 check_interval=int(check_interval),
-                times=tuple(numbers[timed:-_MARKS]),
-                seen=tuple(numbers[values:timed]),
+                rows=rows,
                 written=self._written(pending),
             )
 
@@ -295,8 +286,7 @@ class _Pending:
         sums: this rank's values, on the device.
         copy: they, in this machine's memory.
         marks: what the host reports.
-        timed: the number of times among the marks.
-        seen: the number of what the rank has seen, likewise.
+        lengths: of the rows that the marks begin with.
         rows: (ranks, step, values and marks), of all ranks; gathered, because Gloo takes longer
             to add up so few numbers.
         ticket: of the gather.
@@ -307,8 +297,7 @@ class _Pending:
     sums: Tensor
     copy: HostCopy
     marks: Sequence[float]
-    timed: int
-    seen: int = 0
+    lengths: Sequence[int]
     rows: Tensor | None = None
     ticket: Ticket | None = None
     future: Future[list[float]] | None = None

@@ -37,7 +37,7 @@ class Batches:
         decoding: the decode processes.
         decode_device: the present one of training.
         trial: the trial of decoding on CPU and GPU; None: the device is given.
-        small: knows the smallest slice; None: an evaluation has no such rule.
+        small: knows the smallest slice; an evaluation has no such rule.
     """
 
     loader: DatabaseLoader
@@ -47,8 +47,8 @@ class Batches:
     trains: bool
     decoding: DecodePool
     decode_device: DecodeDevice
+    small: SmallSlices
     trial: DecodeTrial | None = None
-    small: SmallSlices | None = None
     _waited: float = 0.0  # seconds, before the present epoch
 
     @property
@@ -107,5 +107,5 @@ class Batches:
         rank, world_size = self.run.rank_and_size()
         number = epoch * self.steps + step
         shares = self.speeds.shares(number) if self.trains else self.speeds.present_shares()
-        min_slice = 1 if self.small is None else self.small.min_slice
+        min_slice = self.small.min_slice if self.trains else 1
         return self.loader.order.place(epoch, step, rank, world_size, shares, min_slice)

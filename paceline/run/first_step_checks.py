@@ -25,6 +25,7 @@ from paceline.replica.checksums import name_ranks
 from paceline.replica.input_checksum import InputChecksum
 from paceline.replica.loss_denominator import LossDenominator, LossTotal
 from paceline.replica.target_checksum import TargetChecksum
+from paceline.run.extension import Extension
 
 STEPS = 12  # of a generation, that are checked
 _ALIKE = 3  # steps in which inputs must be the same
@@ -35,7 +36,7 @@ _SUM = -1.0  # what a rank adds where its loss is a sum
 _TOLERANCE = 0.01  # of what losses are means over: a script may pass rounded numbers
 
 
-class FirstStepChecks:
+class FirstStepChecks(Extension):
     """Checks of a script's first steps: equal inputs of ranks, and means over unequal numbers.
 
     Args:
@@ -48,14 +49,7 @@ class FirstStepChecks:
         divided: whether the batches are those of a loader that divides them among the ranks.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        models: Sequence[nn.Module],
-        *,
-        gpu: bool,
-        averaged: bool,
-    ) -> None:
+    def __init__(self, run: Run, models: Sequence[nn.Module], *, gpu: bool, averaged: bool) -> None:
         self.divided = False
         self._run = run
         self._lag = _GPU_LAG if gpu else 0
@@ -80,8 +74,8 @@ class FirstStepChecks:
         self._seen_targets: list[tuple[int, ...]] = []
         self._target_bits = 0.0
 
-    def begin(self, number: int) -> None:
-        """Begin a step."""
+    def begin_step(self, number: int) -> None:
+        """Look at a step, if it is one of the first."""
         if self._open and self._rows < STEPS:
             self._denominator.begin(number)
             if not self.divided:
@@ -118,19 +112,19 @@ class FirstStepChecks:
             self._values[index] += min(values, _VALUES // _ALIKE)
         return row
 
-    def receive(self, summary: StepSummary) -> None:
+    def receive(self, summary: StepSummary, row: Sequence[float]) -> None:
         """Take what all ranks have seen of a step."""
-        if not self._open:
+        if not self._open or not row:
             return
         size = self._run.context.along("data").size
         number = summary.step - self._lag
-        self._compare_denominators(number, summary.seen[:size], summary.seen[size : 2 * size])
+        self._compare_denominators(number, row[:size], row[size : 2 * size])
         for index in range(len(self._inputs)):
-            checksums = summary.seen[size * (2 + index) : size * (3 + index)]
+            checksums = row[size * (2 + index) : size * (3 + index)]
             if all(checksums):
                 self._seen[index].append(tuple(map(int, checksums)))
                 self._compare_inputs(index)
-        targets = summary.seen[-size:]
+        targets = row[-size:]
         if targets and all(targets):
             self._seen_targets.append(tuple(map(int, targets)))
             self._compare_targets()

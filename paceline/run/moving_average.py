@@ -19,39 +19,48 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.run.extension import Extension
+from paceline.state.stateful import Restorable
 
-class MovingAverage:
+
+class MovingAverage(Extension):
     """Moving average of a model's parameters, as a second model.
 
     Args:
         model: whose parameters are averaged; not bound to a replica yet.
         decay: the average's weight in each step, below 1.
-
-    Attributes:
-        model: has the average, once a step has been made.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self._trained = model
+        self._average = copy.deepcopy(model).requires_grad_(False).eval()
         self._decay = decay
         self._steps = 0  # whose weights are in the average
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, and the number of steps in it."""
-        return {"steps": self._steps, "model": self.model.state_dict()}
+        return {"steps": self._steps, "model": self._average.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._steps = state["steps"]
-        self.model.load_state_dict(state["model"])
+        self._average.load_state_dict(state["model"])
+
+    def entries(self) -> Mapping[str, Restorable]:
+        """Return the average, which is saved."""
+        return {"ema": self}
+
+    def evaluated(self, model: nn.Module) -> nn.Module:
+        """Return the average, as a model."""
+        return self._average
 
     @torch.no_grad()
-    def update(self, model: nn.Module, steps: int) -> None:
+    def after_forward(self, steps: int) -> None:
         """Average the model's weights, which are those after so many steps, unless it was done."""
         if steps == self._steps:
             return
-        averages = [parameter.detach() for parameter in self.model.parameters()]
-        weights = [parameter.detach() for parameter in model.parameters()]
+        averages = [parameter.detach() for parameter in self._average.parameters()]
+        weights = [parameter.detach() for parameter in self._trained.parameters()]
         if self._steps == 0:
             torch._foreach_copy_(averages, weights)
         else:
@@ -59,9 +68,10 @@ class MovingAverage:
         self._steps = steps
 
     @torch.no_grad()
-    def end_epoch(self, model: nn.Module, steps: int) -> None:
+    def end_steps(self, steps: int) -> None:
         """Average the weights after an epoch's last step, and take the present buffers."""
-        model.state_dict()  # completes what is under way
-        self.update(model, steps)
-        for own, present in zip(self.model.buffers(), model.buffers(), strict=True):
+        self._trained.state_dict()  # completes what is under way
+        self.after_forward(steps)
+        buffers = zip(self._average.buffers(), self._trained.buffers(), strict=True)
+        for own, present in buffers:
             own.copy_(present)

@@ -21,11 +21,12 @@ from paceline.comm.communicator import total
 from paceline.generation.run import Run
 from paceline.observe.cost.cost import Cost
 from paceline.observe.cost.cost_meter import CostMeter, Usage, total_usage
+from paceline.run.extension import Extension
 from paceline.snapshots.position import Position
 
 
-class RunCost:
-    """Cost of a run, which `count` brings up to date.
+class RunCost(Extension):
+    """Cost of a run over all ranks and starts.
 
     Args:
         run: the run, whose recorder gets the event `cost`.
@@ -42,7 +43,7 @@ class RunCost:
         self._meter = meter
         self._price_per_hour = price_per_hour
 
-    def count(self) -> None:
+    def end_epoch(self) -> None:
         """Add up what all ranks used, and record it; collective.
 
         Raises:

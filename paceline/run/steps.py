@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Protocol
+from itertools import repeat
+from queue import Empty
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
 from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
+from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
@@ -38,12 +38,9 @@ from paceline.observe.change_account import ChangeAccount
 from paceline.replica.backward_calls import watch_backward_calls
 from paceline.replica.checksums import ChecksumParts, Checksums
 from paceline.replica.group import STEPPED_BITS, AnyReplica
-from paceline.run.first_step_checks import FirstStepChecks
+from paceline.run.extension import Extension
 from paceline.run.recovery.durable_state import DurableState
 from paceline.run.recovery.recovery import Recovery
-from paceline.run.run_cost import RunCost
-from paceline.run.straggler import OwnTimes, Straggler
-from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import CheckpointSchedule, SavePolicy
 from paceline.snapshots.step_snapshots import StepSnapshots
@@ -54,26 +51,10 @@ from paceline.timeline.timeline import SETTLE
 # Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP = 3
 _BEFORE_STEP = 4
-_MOST_BEHIND = 63  # versions that a histogram of staleness tells apart
 
 
 class Stop(Exception):
     """Exception that stops the run at a step boundary, after the state has been saved."""
-
-
-class StopRequests(Protocol):
-    """Protocol of the signals that ask a process to stop."""
-
-    @property
-    def status(self) -> int:
-        """The exit status that is asked for; 0 as long as no signal was received."""
-
-
-class SumWatch(Protocol):
-    """Protocol of what checks each step's sums over all ranks."""
-
-    def check(self, step: int, sums: Sequence[float]) -> None:
-        """Check the sums of a step; raise where the run must not continue."""
 
 
 class Steps:
@@ -88,20 +69,13 @@ class Steps:
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
         requests: know whether this rank was asked to stop.
-        watch: checks each step's sums; None: nothing does.
-        value_count: number of values that are summed per step.
-        device: device of the values.
         snapshots: takes snapshots in memory.
         durable: restores the durable state, where the next generation starts from that.
-        speeds: measures the ranks' speeds; None: they aren't measured.
-        first_step_checks: checks of the first steps of a script's loop; None: there are none.
-        cost: counts what the run costs; None: nothing does.
+        extensions: what else the steps do, in the same order on all ranks.
 
     Attributes:
         position: the run's position.
         recovery: goes back and enters the next generation where a peer is lost.
-        straggler: of the last epoch, where parameters may be behind, or among stages; None: there
-            was none.
     """
 
     def __init__(
@@ -113,58 +87,32 @@ class Steps:
         seed: int,
         position: Position,
         policy: SavePolicy,
-        requests: StopRequests,
-        watch: SumWatch | None = None,
-        value_count: int,
-        device: torch.device,
+        requests: StopSignals,
         snapshots: StepSnapshots,
         durable: DurableState | None = None,
-        speeds: WorkerSpeeds | None = None,
-        first_step_checks: FirstStepChecks | None = None,
         parts: CheckpointParts | None = None,
-        cost: RunCost | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
-        self.speeds = speeds
-        self._generation_checks = first_step_checks
-        self.first_step_checks = first_step_checks  # None after the first steps of a generation
+        self._extensions = extensions
         self._snapshots = snapshots
         self._check = snapshots.check
         self._replica = replica
         self.run = run
         self._writer = writer
         self._parts = parts
-        self._cost = cost
         self._seed = seed
         self._batch: BatchSlice | None = None  # of the step under way
         self._further = False  # that step trains the batch of the last one, too
         self._began = 0.0
-        self._spans: list[AbstractContextManager[None]] = []  # of that step, entered
+        self._spans = ExitStack()  # of that step, entered
         self._trim_due = False  # before the next backward pass
         self.position = position
-        self.position.sums = self.position.sums or [0.0] * value_count
         self._requests = requests
-        self._watch = watch
-        self._value_count = value_count
-        self._device = device
-        self._checkpoints = CheckpointSchedule(
-            run,
-            replica,
-            snapshots,
-            writer,
-            policy,
-            steps=self,
-        )
+        self._value_count = len(position.sums)
+        self._checkpoints = CheckpointSchedule(run, replica, snapshots, writer, policy, self)
         self._account = ChangeAccount(run.timeline)
-        self._own_times = OwnTimes(run)
-        self.straggler: Straggler | None = None
         self.recovery = Recovery(
-            replica,
-            run,
-            snapshots,
-            position,
-            self,
-            self._account,
-            durable=durable,
+            replica, run, snapshots, position, self, self._account, durable=durable
         )
         self.begin_generation(saved=True)
         watch_backward_calls(self)
@@ -184,7 +132,6 @@ class Steps:
 
     def begin_generation(self, *, saved: bool) -> None:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
-        self._own_times.begin_generation()
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
         self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
         self._trim_due = False
@@ -193,13 +140,8 @@ class Steps:
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
         self._stepped: dict[int, int] = {}  # whether a step ended by `optimizer.step()`
         self._check.begin_generation(self.position.number)
-        if self.speeds is not None:
-            self.speeds.begin_generation()
-        # Anew on all ranks, so that their rows are of one length: one that was away may have made
-        # fewer steps.
-        self.first_step_checks = self._generation_checks
-        if self.first_step_checks is not None:
-            self.first_step_checks.begin_generation()
+        for extension in self._extensions:
+            extension.begin_generation()
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
@@ -270,7 +212,7 @@ class Steps:
                 resume from.
 
         Returns:
-            (value_count,) float64 zeros, to fill with this rank's part of the sums. Those of a
+            (values,) float64 zeros, to fill with this rank's part of the sums. Those of a
             further step aren't summed.
 
         Raises:
@@ -283,17 +225,18 @@ class Steps:
         number = batch.number
         self._began = self.run.timeline.now()
         if not further:
-            self._own_times.begin_step()
+            for extension in self._extensions:
+                extension.begin_step(number)
             self._record_replay(number)
         self._batch = batch
         self._further = further
         self.run.context.activities.begin_step(number)
         if not further:
-            self._enter_span("step", step=number)
+            self._spans.enter_context(self.run.timeline.span("step", step=number))
             self._pass_boundary(number)
-            self._enter_span("train")
+            self._spans.enter_context(self.run.timeline.span("train"))
         self._replica.begin(number, batch.weight, batch.global_count)
-        return torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
+        return torch.zeros(self._value_count, dtype=torch.float64, device=self.run.context.device)
 
     def end(self, sums: Tensor, *, counts: bool | None = None, **fields: object) -> None:
         """End the step: the update is frozen (there is none where no optimizer has stepped).
@@ -311,7 +254,7 @@ class Steps:
         batch = self._batch
         number = batch.number
         self._replica.end()
-        self._leave_spans()
+        self._spans.close()
         if not self._further and self._replica.added_to_kept and self._checkpoints.saving:
             raise ConfigError(
                 f"a backward in step {number} added to gradients of an earlier step, which a "
@@ -335,7 +278,7 @@ class Steps:
         """Leave the step under way, if there is one: an error has ended it, or its begin."""
         if self._batch is not None:
             self._batch = None
-            self._leave_spans()
+            self._spans.close()
             self.run.context.activities.end_step(done=False)
             self._replica.abandon()
 
@@ -373,43 +316,25 @@ class Steps:
         self._end_measured_steps()
         if self._stop_requested_in is not None:
             self._stop()
-        # Before the waits that follow.
-        if self._stale or self.run.context.mesh.lengths.get("stage", 1) > 1:
-            measured = self.speeds is not None and self.speeds.measured
-            self.straggler = self._own_times.end_epoch(measured=measured)
+        for extension in self._extensions:
+            extension.leave_steps()
         with self.run.timeline.span(SETTLE):
             self._replica.settle(Weights.MERGED if merge else Weights.EQUAL)
             self._replica.synchronize()
         if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
+        for extension in self._extensions:
+            extension.end_steps(self.position.number)
         return list(self.position.sums)
 
-    def take_staleness(self) -> list[int]:
-        """Return how often all ranks read parameters 0, 1, … versions behind since the last call.
-
-        Collective; [] where they are never behind.
+    def epoch_fields(self) -> dict[str, object]:
+        """Return the extensions' fields of the event `epoch`; collective.
 
         Raises:
             CommError: a peer was lost, or silent.
         """
-        context = self.run.context
-        if not self._stale:
-            return []
-        counts = torch.zeros(_MOST_BEHIND + 1, dtype=torch.int64)
-        for behind, count in self._replica.stale_reads.items():
-            counts[min(behind, _MOST_BEHIND)] += count
-        self._replica.stale_reads.clear()
-        summed = total(context.group("all", "steps"), counts, "the sum of staleness histograms")
-        last = max(summed.nonzero().flatten().tolist(), default=-1)
-        return [int(count) for count in summed[: last + 1].tolist()]
-
-    @property
-    def _stale(self) -> bool:
-        """Whether ranks read parameters that may be behind those of other ranks."""
-        replica = self._replica
-        between = replica.equal_between_steps or replica.rounds is not None
-        return not (between or self.run.context.summaries.alone)
+        return {k: v for each in self._extensions for k, v in each.epoch_fields().items()}
 
     def last_checksums(self) -> Checksums | None:
         """Settle, and return the checksums of the parameters after the last step; local.
@@ -443,7 +368,7 @@ class Steps:
         position.epoch += 1
         position.step = 0
         position.sums = [0.0] * self._value_count
-        self._count_cost()
+        self._end_epoch()
         self.save(best=best)
 
     def improves(self, accuracy: float | None) -> bool:
@@ -485,7 +410,7 @@ class Steps:
         steps = self._writer.rescue()
         if self._parts is not None:
             steps = self._parts.complete()  # parts without an index are resumed by no command
-        self._record_published(self._writer.published)
+        self._record_published(self._writer)
         return steps
 
     def finish(self, *, stopped: bool = False, together: bool = False) -> None:
@@ -512,7 +437,7 @@ class Steps:
         """Return once all checkpoints are written and recorded, as `GenerationSteps` does."""
         if self._writer is not None:
             self._writer.wait()
-            self._record_published(self._writer.published)
+            self._record_published(self._writer)
 
     def save_last(self) -> None:
         """Save, and return once rank 0 has written it, as `GenerationSteps` does."""
@@ -541,15 +466,6 @@ class Steps:
         if self.run.leads and len(newest) == 1:
             parts.confirm(newest.pop())
 
-    def _enter_span(self, name: str, **fields: object) -> None:
-        span = self.run.timeline.span(name, **fields)
-        span.__enter__()
-        self._spans.append(span)
-
-    def _leave_spans(self) -> None:
-        while self._spans:
-            self._spans.pop().__exit__(None, None, None)
-
     def _pass_boundary(self, number: int) -> None:
         """Save what is due before a step, or stop; then begin the step's random streams."""
         with self.run.timeline.span("boundary"):
@@ -561,8 +477,6 @@ class Steps:
         if self._seeded != number:
             _seed_python(word)
         self._seeded = None
-        if self.first_step_checks is not None:
-            self.first_step_checks.begin(number)
 
     def _act_on_summaries(self, number: int) -> None:
         summaries = self.run.context.summaries
@@ -577,7 +491,7 @@ class Steps:
             self._stop()
         if self._writer is not None:
             self._writer.check()
-            self._record_published(self._writer.published, in_step=True)
+            self._record_published(self._writer, in_step=True)
         if self._keeping:
             self._checkpoints.at_boundary(number, self.position)
         if number >= self._check.due:
@@ -614,14 +528,6 @@ class Steps:
             code, check_interval = self._snapshots.checksum_code(number)
         if self._replica.loaded:
             code = self._check.add_loaded(number, self._replica.loaded) or code
-        times: Sequence[float] = ()
-        if self.speeds is not None and number >= self.speeds.due:
-            times = self.speeds.times(batch)
-        seen: Sequence[float] = ()
-        if self.first_step_checks is not None:
-            seen = self.first_step_checks.row(batch)
-            if not seen:  # those steps are over
-                self.first_step_checks = None
         outcome = self._replica.stepped | self._continued
         self._continued = 0
         self._stepped[number] = outcome
@@ -635,8 +541,7 @@ class Steps:
             outcome=outcome,
             code=code,
             check_interval=check_interval,
-            times=times,
-            seen=seen,
+            rows=[extension.row(batch) for extension in self._extensions],
             written=0 if self._parts is None else self._parts.written_steps,
         )
 
@@ -645,8 +550,6 @@ class Steps:
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
             self._unobeyed.append(summary)
-            if summary.seen and self.first_step_checks is not None:
-                self.first_step_checks.receive(summary)
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
             if self._keeping:
@@ -655,15 +558,19 @@ class Steps:
                 self._parts.note_complete(summary.written)
                 if self.run.leads:
                     self._parts.confirm(summary.written)
-            if self._watch is not None:
-                self._watch.check(summary.step, summary.sums)
+            for extension, row in self._rows(summary):
+                extension.receive(summary, row)
+
+    def _rows(self, summary: StepSummary) -> Iterator[tuple[Extension, Sequence[float]]]:
+        # A step that is summed again after a loss has no rows.
+        return zip(self._extensions, summary.rows or repeat(()), strict=False)
 
     def _end_measured_steps(self) -> None:
         """Receive and check all steps' summaries, between two steps. All ranks call it."""
         self._receive_summaries(before=self.position.number)
         self._check_replicas(before=self.position.number)
-        if self.speeds is not None:
-            self.speeds.interrupt()
+        for extension in self._extensions:
+            extension.interrupt()
 
     def _check_replicas(self, *, before: int) -> None:
         """Stop the run if the ranks differ by the summaries of steps below `before`.
@@ -672,8 +579,8 @@ class Steps:
         """
         while self._unobeyed and self._unobeyed[0].step < before:
             summary = self._unobeyed.popleft()
-            if summary.times and self.speeds is not None:
-                self.speeds.receive(summary)
+            for extension, row in self._rows(summary):
+                extension.act(summary, row)
             stepped = self._stepped.pop(summary.step, False)
             if summary.same_outcome and not summary.checked and not summary.check_interval:
                 continue
@@ -690,23 +597,21 @@ class Steps:
         self._receive_summaries(before=self.position.number)
         return self.position
 
-    def _count_cost(self) -> None:
-        if self._cost is not None:
-            self._end_measured_steps()
-            self._cost.count()
+    def _end_epoch(self) -> None:
+        self._end_measured_steps()
+        for extension in self._extensions:
+            extension.end_epoch()
 
     def _stop(self) -> None:
-        self._count_cost()
+        self._end_epoch()
         self.save()
         self.finish(stopped=True)
         raise Stop
 
-    def _record_published(
-        self, files: SimpleQueue[tuple[int, Path]], *, in_step: bool = False
-    ) -> None:
+    def _record_published(self, writer: CheckpointWriter, *, in_step: bool = False) -> None:
         while True:
             try:
-                step, path = files.get_nowait()
+                step, path = writer.published.get_nowait()
             except Empty:  # another thread may have taken the last one
                 return
             self._steps_alike = 0
@@ -719,7 +624,7 @@ class Steps:
                     in_step=in_step,
                 )
             except CommError:  # recorded in the next generation, if this process is in it
-                files.put((step, path))
+                writer.published.put((step, path))
                 raise
 
     def _seed_torch(self, purpose: int, number: int) -> int:

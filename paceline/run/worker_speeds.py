@@ -24,6 +24,7 @@ from paceline.errors import Message
 from paceline.generation.run import Run
 from paceline.generation.summaries import StepSummary
 from paceline.run.autotune.server_proposal import LEAST_MS, ServerProposal
+from paceline.run.extension import Extension
 from paceline.run.share_rule import ShareRule, shares_for
 from paceline.snapshots.position import Position
 
@@ -34,7 +35,7 @@ COMPARED = 11  # the steps of that measurement
 LEAST_DIFFERENCE = 0.1  # between two ranks' times a sample; a smaller one isn't reported
 
 
-class WorkerSpeeds:
+class WorkerSpeeds(Extension):
     """Speed measurement of the ranks, and the present shares of the global batch.
 
     Args:
@@ -86,7 +87,7 @@ class WorkerSpeeds:
         self.due: float = self._position.number + (UNTIMED if self.measured else FIRST)
         if size == 1:
             self.due = math.inf
-        self._rows: list[tuple[float, ...]] = []  # with equal shares: the steps measured
+        self._rows: list[Sequence[float]] = []  # with equal shares: the steps measured
         self._left = 2 * COMPARED  # with equal shares: steps that may still be measured
         if self._proposal is not None:
             self._proposal.windows.clear()  # of another world
@@ -105,12 +106,14 @@ class WorkerSpeeds:
         """Return those of the next step, by which an evaluation's batches are divided, too."""
         return self.shares(self._position.number)
 
-    def times(self, batch: BatchSlice) -> list[float]:
-        """Return what this rank reports at the end of a step: its own time in ms, (ranks,).
+    def row(self, batch: BatchSlice) -> Sequence[float]:
+        """Return what this rank reports of a measured step: its own time in ms, (ranks,).
 
         It is 0 where the step shows nothing of the rank's speed: in the first one that is measured,
         in that of a short batch, and in one that isn't usual where only those count.
         """
+        if batch.number < self.due:
+            return ()
         own = self._run.timeline.own_seconds()
         milliseconds = [0.0] * self._run.context.along("data").size
         counts = batch.fraction is None or not self._usual_only
@@ -119,50 +122,50 @@ class WorkerSpeeds:
         self._began = own
         return milliseconds
 
-    def receive(self, summary: StepSummary) -> None:
-        """Take the ranks' times of a step; all ranks do so at the same step boundary."""
-        if not self.measured:
-            self._compare(summary)
+    def act(self, summary: StepSummary, row: Sequence[float]) -> None:
+        """Decide by the ranks' times of a step."""
+        if row and not self.measured:
+            self._compare(summary.step, row)
+        if not self.measured or not row or not all(row):
             return
-        if not all(summary.times):
-            return
+        step = summary.step
         planned = self._position.shares
         while len(planned) > 1 and planned[1][0] <= self._position.number:
             del planned[0]
-        if planned and summary.step <= planned[-1][0]:
+        if planned and step <= planned[-1][0]:
             return  # with earlier shares, or the first step with the present ones
-        present = planned[-1][1] if planned else self._equal(summary)
+        present = planned[-1][1] if planned else self._equal()
         self._rule = self._rule or ShareRule(present)
-        if (shares := self._rule.measure(summary.times)) is not None:
-            first = self._first_after(summary.step)
+        if (shares := self._rule.measure(row)) is not None:
+            first = self._first_after(step)
             planned.append((first, list(shares)))
-            self._report_change(summary, _each(summary.times, present), first, shares)
+            self._report_change(step, _each(row, present), first, shares)
 
     def _first_after(self, step: int) -> int:
         """Return the first step of which no rank has yielded a batch when `step` is decided on."""
         return step + LEAD - 1 + self._run.context.summaries.lag
 
-    def _equal(self, summary: StepSummary) -> tuple[int, ...]:
-        return divide(self.batch_size, [1] * len(summary.times))
+    def _equal(self) -> tuple[int, ...]:
+        return divide(self.batch_size, [1] * self._run.context.along("data").size)
 
-    def _compare(self, summary: StepSummary) -> None:
+    def _compare(self, step: int, row: Sequence[float]) -> None:
         """Report once what windows of steps with equal shares show."""
         if not self._left:
             return  # a step that began before the last one was counted
         self._left -= 1
-        if all(summary.times):
-            self._rows.append(summary.times)
+        if all(row):
+            self._rows.append(row)
         if len(self._rows) == COMPARED:
-            self._left = 2 * COMPARED if self._report(summary) else 0
+            self._left = 2 * COMPARED if self._report(step) else 0
             self._rows = []
         if not self._left:
             self.due = math.inf
 
-    def _report(self, summary: StepSummary) -> bool:
+    def _report(self, step: int) -> bool:
         """Report what a window of steps shows; return whether another one is to be measured."""
         if not self._compared:
             self._compared = True
-            self._report_difference(summary)
+            self._report_difference(step)
         if self._proposal is None:
             return False
         again = self._proposal.add(self._rows)
@@ -171,13 +174,13 @@ class WorkerSpeeds:
             self._proposal.port_ms = None  # a later generation doesn't say it again
         return again
 
-    def _report_difference(self, summary: StepSummary) -> None:
+    def _report_difference(self, step: int) -> None:
         """Report which rank is slow, and what shares by measured speed would save."""
-        present = self._equal(summary)
+        present = self._equal()
         each = _each([median(column) for column in zip(*self._rows, strict=True)], present)
         clear = self._differ_clearly(present)
-        first = self._first_after(summary.step)
-        slowest = self._record(summary.step, each, first, present, clear=clear)
+        first = self._first_after(step)
+        slowest = self._record(step, each, first, present, clear=clear)
         if slowest is None:
             return
         now, then = (
@@ -207,11 +210,11 @@ class WorkerSpeeds:
         return slow > (1 + LEAST_DIFFERENCE) * fast
 
     def _report_change(
-        self, summary: StepSummary, each: Sequence[float], first: int, shares: Sequence[int]
+        self, step: int, each: Sequence[float], first: int, shares: Sequence[int]
     ) -> None:
         """Record new shares; a line has those that differ much from the last line's."""
-        slowest = self._record(summary.step, each, first, shares)
-        pairs = zip(shares, self._named or self._equal(summary), strict=True)
+        slowest = self._record(step, each, first, shares)
+        pairs = zip(shares, self._named or self._equal(), strict=True)
         if all(abs(new - old) <= LEAST_DIFFERENCE * max(new, old) for new, old in pairs):
             return
         self._named = shares

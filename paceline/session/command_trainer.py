@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,21 +17,21 @@ from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.config.average import require_merge
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
-from paceline.data.mixup import MixedCrossEntropy
 from paceline.generation.run import Run
 from paceline.models.frozen import fixed_norms
-from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.replica.trained_parameters import WHOLE
 from paceline.run.batches import Batches
 from paceline.run.convergence import Convergence
 from paceline.run.decode_trial import DecodeTrial
+from paceline.run.extension import Extension
 from paceline.run.learning_rate import LearningRate
+from paceline.run.loss_watch import LossWatch
+from paceline.run.mixup import Mixup
 from paceline.run.moving_average import MovingAverage
 from paceline.run.precision import Precision
 from paceline.run.small_slices import SmallSlices
 from paceline.run.staged_pass import StagedPass
-from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.decoding import Decoding
 from paceline.session.pipeline import cut
 from paceline.session.resume.edits import edited_flags
@@ -40,7 +40,6 @@ from paceline.session.session import Session
 from paceline.session.sources import Databases, order_of
 from paceline.session.training import Training
 from paceline.snapshots.position import Position
-from paceline.state.checkpoint_files import FOLDER
 from paceline.state.weights_about import describe
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
@@ -57,12 +56,14 @@ class _Recipe:
         config: the run's configuration, without weights to load where it resumes.
         device: this rank's.
         steps: of an epoch.
+        folder: of the run.
     """
 
     config: TrainConfig
     run: Run
     device: torch.device
     steps: int
+    folder: Path
 
     def model(self, share: BatchShare, report: Callable[[str], object]) -> nn.Module:
         """Make the model, from the run's seed; its SyncBatchNorm layers know the rank's `share`."""
@@ -82,12 +83,20 @@ class _Recipe:
             epochs=optim.num_epochs,
             warmup_epochs=optim.warmup_epochs,
         )
-        return LambdaLR(optimizer, rate)
+        return _Schedule(optimizer, rate)
 
-    def average(self, model: nn.Module) -> MovingAverage | None:
-        """Make the moving average of the weights, if there is to be one."""
-        decay = self.config.optim.ema
-        return MovingAverage(model, decay) if decay else None
+    def extensions(self, model: nn.Module) -> list[Extension]:
+        """Make the extensions that are asked for."""
+        optim = self.config.optim
+        every = self.steps if optim.max_loss_at == "epoch" else 1
+        made: list[Extension] = [
+            LossWatch(self.run, max_loss=optim.max_loss, every=every, folder=self.folder)
+        ]
+        if optim.ema:
+            made.append(MovingAverage(model, optim.ema))
+        if optim.mixup:
+            made.append(Mixup(optim.mixup, optim.label_smoothing))
+        return made
 
     def precision(self) -> Precision:
         """Make what computes in the type that is asked for."""
@@ -103,9 +112,8 @@ class _Recipe:
         """Make the entries of a checkpoint of the run's beginning, as `Beginning` says."""
         model = self.model(BatchShare(), lambda note: None)
         optimizer = self.optimizer(model)
-        average = self.average(model)
         return {
-            **({} if average is None else {"ema": average.state_dict()}),
+            **{k: v.state_dict() for e in self.extensions(model) for k, v in e.entries().items()},
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "schedule": self.schedule(optimizer).state_dict(),
@@ -114,33 +122,19 @@ class _Recipe:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _CommandTraining(Training):
-    """Training of the command; `schedule` is that of the learning rate."""
+class _Schedule(LambdaLR):
+    """Schedule of the learning rate, which edited flags may have changed in its state."""
 
-    schedule: LambdaLR
-
-    def restore(self, entries: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's entries, as `Training.restore`; edited flags change the rate."""
-        super().restore(entries)
-        _set_rates(self.schedule)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Batches of training and evaluation, and what makes and divides them."""
-
-    train: Batches
-    test: Batches | None
-    small: SmallSlices
-    speeds: WorkerSpeeds
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state, and set the learning rates of its step."""
+        super().load_state_dict(state_dict)
+        factors = [rate(self.last_epoch) for rate in self.lr_lambdas]
+        self._last_lr = [base * f for base, f in zip(self.base_lrs, factors, strict=True)]
+        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = value
 
 
-def build_trainer(
-    config: TrainConfig,
-    session: Session,
-    sources: Databases,
-) -> Trainer:
+def build_trainer(config: TrainConfig, session: Session, sources: Databases) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
     Args:
@@ -168,6 +162,7 @@ def build_trainer(
         run=run,
         device=session.device,
         steps=order.steps,
+        folder=session.folder,
     )
     share = BatchShare()
     model = recipe.model(share, run.note)
@@ -180,18 +175,21 @@ def build_trainer(
     if config.pipeline.active:
         staged = cut(model, config, session, criterion, recipe.precision())
         model = staged.stage
-    data = _open_data(config, session, sources)
+    extensions = recipe.extensions(model)
+    train, test = _open_data(config, session, sources, extensions)
     optimizer = recipe.optimizer(model)
     schedule = recipe.schedule(optimizer)
     precision = recipe.precision()
     start.given.add_optimizer("optimizer", optimizer, model)
     start.given.add_object("schedule", schedule)
     tracked: dict[str, Any] = {"schedule": schedule, "precision": precision}
-    average_of_weights = recipe.average(model)
-    if average_of_weights is not None:
-        tracked["ema"] = average_of_weights
+    evaluated = model
+    training_criterion: nn.Module = criterion
+    for extension in extensions:
+        tracked |= extension.entries()
+        evaluated = extension.evaluated(evaluated)
+        training_criterion = extension.criterion(training_criterion)
     start.restore({"model": model, "optimizer": optimizer, **tracked})
-    _set_rates(schedule)
     for edit in edits_of(config, start):
         run.note(edit)
     pair = Pair(
@@ -210,47 +208,47 @@ def build_trainer(
         staged.replica = replicas[0]
     if average is not None:
         _note_long_rounds(average, order.steps, session)
-    training = _CommandTraining(
+    training = Training(
         pairs=[pair],
         replicas=replicas,
         tracked=tracked,
         # A resumed run had no weights of a checkpoint; a stage's rank can't make its own alone.
         beginning=None if resumed or staged is not None else recipe,
-        schedule=schedule,
     )
     steps = session.bind(
         training,
-        data.speeds,
+        train.speeds,
         constant={"order": asdict(order), "data": sources.train.fingerprint},
-        watch=watch_of(config, run, session.folder, order.steps),
-        value_count=BATCH_SUMS + 1,
+        extensions=extensions,
     )
+    steps.sum_values(BATCH_SUMS + 1)
     return Trainer(
         model=model,
+        evaluated=evaluated,
         criterion=criterion,
+        training_criterion=training_criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
         replica=replicas[0],
         steps=steps,
-        device=session.device,
-        train=data.train,
-        test=data.test,
-        small=data.small,
+        train=train,
+        test=test,
         folder=session.folder,
         weights_name=config.model.weights_name,
         about=describe(config, sources.train.label_names),
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
         convergence=Convergence(target_accuracy=optim.target_accuracy, patience=optim.patience),
-        average=average_of_weights,
-        mixed_criterion=MixedCrossEntropy(optim.label_smoothing) if optim.mixup else None,
+        extensions=extensions,
         fixed=fixed_norms(model, config.model.freeze),
         staged=staged,
     )
 
 
-def _open_data(config: TrainConfig, session: Session, sources: Databases) -> _Data:
+def _open_data(
+    config: TrainConfig, session: Session, sources: Databases, extensions: Sequence[Extension]
+) -> tuple[Batches, Batches | None]:
     """Make what decodes the records, and divides them among the ranks; collective."""
     run = session.run
     position = session.position
@@ -259,7 +257,6 @@ def _open_data(config: TrainConfig, session: Session, sources: Databases) -> _Da
     speeds = session.worker_speeds(config.sync)
     speeds.batch_size = config.global_batch
     remedies = ("choose another --batch_size or --epoch_size", "add --sync_bn")
-    small = SmallSlices(run, position, remedies)
     trial = DecodeTrial(run, position, decoding.present) if decoding.tries else None
     common: dict[str, Any] = {
         "run": run,
@@ -268,14 +265,15 @@ def _open_data(config: TrainConfig, session: Session, sources: Databases) -> _Da
         "decoding": decoding.pool,
         "decode_device": decoding.present,
         "trial": trial,
+        "small": SmallSlices(run, position, remedies),
     }
-    loader = decoding.loader(sources.train, train=True)
-    train = Batches(loader=loader, trains=True, small=small, **common)
+    loader = decoding.loader(sources.train, train=True, extensions=extensions)
+    train = Batches(loader=loader, trains=True, **common)
     test = None
     if sources.test is not None:
         loader = decoding.loader(sources.test, train=False)
         test = Batches(loader=loader, trains=False, **common)
-    return _Data(train=train, test=test, small=small, speeds=speeds)
+    return train, test
 
 
 def _note_long_rounds(average: Average, steps: int, session: Session) -> None:
@@ -323,26 +321,3 @@ def _exchange_note(config: SyncConfig, saved: Mapping[str, Any]) -> list[str]:
 
 def _exchange(sync: str, staleness: str) -> str:
     return f"--sync {sync}" + (f" --staleness {staleness}" if sync == "server" else "")
-
-
-def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWatch:
-    """Make the watch that records the losses and stops a run that diverges; epochs have `steps`."""
-    remedy = (
-        "Use a smaller --base_learning_rate or add --warmup_epochs; the checkpoints in "
-        f"{folder / FOLDER} are valid."
-    )
-    return LossWatch(
-        run,
-        max_loss=config.optim.max_loss,
-        remedy=remedy,
-        every=steps if config.optim.max_loss_at == "epoch" else 1,
-    )
-
-
-def _set_rates(schedule: LambdaLR) -> None:
-    """Set the learning rates of the present step, which edited flags may have changed."""
-    factors = [rate(schedule.last_epoch) for rate in schedule.lr_lambdas]
-    pairs = zip(schedule.base_lrs, factors, strict=True)
-    schedule._last_lr = [base * factor for base, factor in pairs]
-    for group, value in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
-        group["lr"] = value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.comm.communicator import total
@@ -16,11 +18,11 @@ from paceline.data.gpu_decode.file_maker import FileMaker
 from paceline.data.gpu_decode.jpeg_decoder import TorchvisionDecoder
 from paceline.data.gpu_decode.requirements import require_gpu_decoding
 from paceline.data.loader import DatabaseLoader
-from paceline.data.mixup import MixupMaker
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import ConfigError, Message, many
 from paceline.generation.run import Run
+from paceline.run.extension import Extension
 from paceline.session.sources import cores_per_worker, order_of
 from paceline.wiring.samples import normalisation, sample_maker
 
@@ -77,13 +79,16 @@ class Decoding:
             process=f"Rank {group.rank}",
         )
 
-    def loader(self, source: Source, *, train: bool) -> DatabaseLoader:
+    def loader(
+        self, source: Source, *, train: bool, extensions: Sequence[Extension] = ()
+    ) -> DatabaseLoader:
         """Make the loader of a source, in the order of training or of evaluation.
 
         Args:
             source: the records.
             train: shuffled, of another selection each epoch, and augmented; or as evaluation wants
                 it.
+            extensions: of the samples.
 
         Raises:
             ConfigError: fewer samples than workers.
@@ -96,7 +101,7 @@ class Decoding:
                 f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
                 f"{data_group.size} workers; at least one sample per worker is needed."
             )
-        maker = self._maker(source, train=train)
+        maker = self._maker(source, extensions, train=train)
         return DatabaseLoader(
             order,
             maker,
@@ -110,15 +115,16 @@ class Decoding:
             self._thread.close()
         self.pool.close()
 
-    def _maker(self, source: Source, *, train: bool) -> BatchMaker:
+    def _maker(self, source: Source, extensions: Sequence[Extension], *, train: bool) -> BatchMaker:
         data = self._config.data
         maker = sample_maker(data, source, train=train, seed=self._config.optim.seed)
         pixels = normalisation(data, self._device, channels_last=self._config.model.channels_last)
         width = data.image_size
         upload = Upload(**pixels, channels=data.num_channels, width=width)
-        alpha = self._config.optim.mixup if train else 0.0
-        mixed = MixupMaker(**vars(maker), alpha=alpha) if alpha else maker
-        cpu = HostBatches(self.pool, mixed, upload)
+        extended = maker
+        for extension in extensions:
+            extended = extension.maker(extended)
+        cpu = HostBatches(self.pool, extended, upload)
         if self._thread is None:
             return cpu
         # torchvision is imported only where the GPU decodes.

@@ -43,15 +43,16 @@ from paceline.observe.cost.cost_meter import CostMeter
 from paceline.observe.event_file import EventFile
 from paceline.observe.leader_recorder import LeaderRecorder
 from paceline.observe.loss_history import LossHistory
-from paceline.observe.loss_watch import LossWatch
 from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.recorder import MemberRecorder, Recorder, Recorders
+from paceline.replica.group import AnyReplica
 from paceline.replica.replica import Replica
 from paceline.run.autotune.autotuner import TrialSetting
 from paceline.run.autotune.server_proposal import ServerProposal
-from paceline.run.first_step_checks import FirstStepChecks
+from paceline.run.extension import Extension
 from paceline.run.run_cost import RunCost
 from paceline.run.steps import Steps
+from paceline.run.straggler import RanksApart
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.session.connect import connect_run
 from paceline.session.resume.durable_start import DurableStart
@@ -101,6 +102,7 @@ class Session:
         backup: exchanges backups of snapshots; None: no loss is survived.
         meter: measures what this process costs; None: nothing does.
         steps: the steps of the models; None: there is no model yet.
+        speeds: measures the ranks' speeds in them; None: nothing does.
         total_steps: the number of the run's steps; None: it isn't known.
     """
 
@@ -122,6 +124,7 @@ class Session:
     backup: SnapshotBackup | None = field(default=None, init=False)
     meter: CostMeter | None = field(default=None, init=False)
     steps: Steps | None = field(default=None, init=False)
+    speeds: WorkerSpeeds | None = field(default=None, init=False)
     total_steps: int | None = field(default=None, init=False)
     _proposal: ServerProposal = field(default_factory=ServerProposal, init=False)
     _speed: SpeedRecorder = field(default_factory=SpeedRecorder, init=False)
@@ -282,9 +285,7 @@ class Session:
         speeds: WorkerSpeeds,
         *,
         constant: Mapping[str, Any] | None = None,
-        watch: LossWatch | None = None,
-        value_count: int = 0,
-        first_step_checks: FirstStepChecks | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> Steps:
         """Make steps of these models from now on, saved as the run's output says.
 
@@ -292,9 +293,7 @@ class Session:
             training: the models, with the replicas that `replicate` has returned.
             speeds: measures the ranks' speeds, where the exchange lets them be known.
             constant: entries of all checkpoint files, besides those of every run.
-            watch: as of `Steps`.
-            value_count: as of `Steps`.
-            first_step_checks: as of `Steps`.
+            extensions: what else these steps do, besides what those of every run do.
         """
         output = self.output
         if self.folder is not None and self._writer is None:
@@ -313,9 +312,7 @@ class Session:
         )
         # Workers that average don't wait in each step; a GPU's waits aren't measured.
         waits = training.replica.rounds is None and self.device.type == "cpu"
-        cost: RunCost | None = None
-        if self.meter is not None:
-            cost = RunCost(self.run, self.position, self.meter, output.price_per_hour)
+        self.speeds = speeds if waits else None
         self.steps = Steps(
             training.replica,
             self.run,
@@ -324,17 +321,22 @@ class Session:
             position=self.position,
             policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
             requests=self.signals,
-            watch=watch,
-            value_count=value_count,
-            device=self.device,
             snapshots=snapshots,
             durable=self._durable_start(training),
-            speeds=speeds if waits else None,
-            first_step_checks=first_step_checks,
             parts=self._parts,
-            cost=cost,
+            extensions=[*extensions, *self._extensions(training.replica)],
         )
         return self.steps
+
+    def _extensions(self, replica: AnyReplica) -> list[Extension]:
+        """Make the extensions of each run's steps."""
+        measured = self.speeds is not None and self.speeds.measured
+        made: list[Extension] = [RanksApart(self.run, replica, measured=measured)]
+        if self.speeds is not None:
+            made.append(self.speeds)
+        if self.meter is not None:
+            made.append(RunCost(self.run, self.position, self.meter, self.output.price_per_hour))
+        return made
 
     def _divides(self, objects: StateObjects) -> bool:
         """Return whether to divide snapshots, by the output's setting and this machine's memory."""

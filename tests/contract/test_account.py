@@ -195,8 +195,6 @@ def test_an_account_covers_nearly_all_of_a_step() -> None:
             position=Position(),
             policy=SavePolicy(),
             requests=StopSignals(),
-            value_count=1,
-            device=torch.device("cpu"),
             snapshots=StepSnapshots(run, bench.replica, objects),
         )
         order = Order(size=12 * 1024, batch_size=1024)

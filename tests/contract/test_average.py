@@ -480,8 +480,6 @@ def test_a_flipped_bit_of_the_merged_weights_ends_the_run() -> None:
             position=Position(),
             policy=SavePolicy(),
             requests=StopSignals(),
-            value_count=0,
-            device=CPU,
             snapshots=snapshots,
         )
         order = Order(size=600, batch_size=12)

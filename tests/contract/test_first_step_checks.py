@@ -53,15 +53,15 @@ def train(
     summaries = run.context.summaries
     for number in range(steps):
         for summary in summaries.receive(before=number - 1):
-            first.receive(summary)
+            first.receive(summary, summary.rows[0])
         place = ORDER.place(0, number, communicator.rank, communicator.world_size)
-        first.begin(number)
+        first.begin_step(number)
         x, y = batch(communicator.rank, number)
         loss(module(x), y).backward()
         row = first.row(replace(place, basis=basis))
-        summaries.send(number, torch.zeros(0).double(), stop=False, seen=row)
+        summaries.send(number, torch.zeros(0).double(), stop=False, rows=[row])
     for summary in summaries.receive(before=steps):
-        first.receive(summary)
+        first.receive(summary, summary.rows[0])
     first.close()
     return notes.texts
 
@@ -165,7 +165,7 @@ def test_rows_are_of_one_length_where_a_rank_was_away_for_the_first_steps() -> N
             first.begin_generation()
             for number in numbers:
                 place = ORDER.place(0, number, communicator.rank, communicator.world_size)
-                first.begin(number)
+                first.begin_step(number)
                 F.cross_entropy(model(torch.randn(8, 4)), torch.zeros(8).long()).backward()
                 lengths.append(len(first.row(place)))
         first.close()
@@ -182,7 +182,7 @@ def test_rows_are_of_one_length_where_a_rank_has_left_out_a_step() -> None:
         lengths = []
         for number in range(STEPS + 2):
             later = number + (communicator.rank == 1 and number >= STEPS - 1)
-            first.begin(later)
+            first.begin_step(later)
             place = ORDER.place(0, later, communicator.rank, communicator.world_size)
             lengths.append(len(first.row(place)))
         first.close()

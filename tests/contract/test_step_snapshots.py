@@ -53,8 +53,6 @@ class Rank:
             position=Position(),
             policy=SavePolicy(),
             requests=StopSignals(),
-            value_count=0,
-            device=CPU,
             snapshots=self.snapshots,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from paceline.comm.peer_activities import PeerActivities
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError, PeerLost
+from paceline.generation.summaries import StepSummary
 from paceline.recorder import MemberRecorder, NullRecorder
+from paceline.run.extension import Extension
 from paceline.run.steps import Steps, Stop
-from paceline.run.straggler import Straggler
+from paceline.run.straggler import RanksApart, Straggler
 from paceline.snapshots.objects import StateObjects
 from paceline.snapshots.position import Position
 from paceline.snapshots.schedule import SavePolicy
@@ -51,8 +54,8 @@ class Lines(NullRecorder):
         self.lines.append((name, fields))
 
 
-class Rank:
-    """One rank's steps over a small model."""
+class Rank(Extension):
+    """One rank's steps over a small model, which hears each step's sums."""
 
     def __init__(self, communicator: Communicator, folder: Path, **options: Any) -> None:
         torch.manual_seed(1)
@@ -69,7 +72,7 @@ class Rank:
             local_buffers=options.get("local_buffers", False),
         )
         timeline = options.get("timeline")
-        run, cpu = run_of(communicator, None, self.recorder, timeline=timeline), torch.device("cpu")
+        run = run_of(communicator, None, self.recorder, timeline=timeline)
         snapshots = StepSnapshots(
             run,
             self.bench.replica,
@@ -78,6 +81,7 @@ class Rank:
             check=options.get("check", True),
         )
         writer = CheckpointWriter(Checkpoints(folder, 9), constant={}, membership=run.membership)
+        self.apart = RanksApart(run, self.bench.replica, measured=False)
         self.steps = Steps(
             self.bench.replica,
             run,
@@ -86,21 +90,19 @@ class Rank:
             position=options.get("position", Position()),
             policy=options.get("policy", SavePolicy()),
             requests=self,
-            watch=self,
-            value_count=2,
-            device=cpu,
             snapshots=snapshots,
-            first_step_checks=options.get("first_step_checks"),
+            extensions=[self, self.apart, *options.get("extensions", ())],
         )
+        self.steps.sum_values(2)
 
     @property
     def status(self) -> int:
         """The exit status that a signal asks for in the present step."""
         return 143 if self.number in self.requests else 0
 
-    def check(self, step: int, sums: Sequence[float]) -> None:
+    def receive(self, summary: StepSummary, row: Sequence[float]) -> None:
         """Note the sums of a step."""
-        self.heard.append((step, tuple(sums)))
+        self.heard.append((summary.step, summary.sums))
 
     def place(self, number: int) -> BatchSlice:
         epoch, step = divmod(number, ORDER.steps)
@@ -129,22 +131,30 @@ def until_stopped(rank: Rank, numbers: range = range(20)) -> int:
     return numbers.stop
 
 
-class Looked:
-    """What a script's first steps are looked at by; here, two steps of each generation."""
+class Looked(Extension):
+    """What looks at the first two steps of each generation, and notes what it gets and when."""
 
     def __init__(self) -> None:
         self.left = 0
+        self.begun = 0
+        self.received: list[tuple[int, Sequence[float]]] = []
+        self.acted: list[tuple[int, int, Sequence[float]]] = []
 
     def begin_generation(self) -> None:
         self.left = 2
 
-    def begin(self, number: int) -> None:
+    def begin_step(self, number: int) -> None:
         self.left -= 1
+        self.begun = number
 
     def row(self, batch: BatchSlice) -> list[float]:
-        return [1.0] if self.left >= 0 else []
+        return [1.0, batch.number] if self.left >= 0 else []
 
-    def receive(self, summary: object) -> None: ...
+    def receive(self, summary: StepSummary, row: Sequence[float]) -> None:
+        self.received.append((summary.step, row))
+
+    def act(self, summary: StepSummary, row: Sequence[float]) -> None:
+        self.acted.append((summary.step, self.begun, row))
 
 
 class Entered(Timeline, PeerActivities):
@@ -195,20 +205,45 @@ def test_a_step_that_an_error_ends_leaves_its_spans_and_its_activity(
     assert run_ranks(1, on_rank) == [([], [True, False])]
 
 
-def test_the_first_steps_of_each_generation_are_looked_at(tmp_path: Path) -> None:
-    """On all ranks, or their summaries would be of unequal length."""
+def test_an_extension_gets_the_sum_of_all_rows_and_acts_on_it_where_others_do(
+    tmp_path: Path,
+) -> None:
+    """Of the first steps of each generation, on all ranks: summaries are of one length."""
 
-    def work(communicator: Communicator) -> list[bool]:
-        rank, looks = Rank(communicator, tmp_path, first_step_checks=Looked()), []
+    def work(communicator: Communicator) -> Looked:
+        looked = Looked()
+        rank = Rank(communicator, tmp_path, extensions=[looked])
         for number in range(8):
             if number == 5:
                 rank.steps.end_steps()
                 rank.steps.begin_generation(saved=False)
             rank.train(number)
-            looks.append(rank.steps.first_step_checks is not None)
-        return looks
+        rank.steps.end_steps()
+        return looked
 
-    assert run_ranks(2, work) == [[True, True, False, False, False, True, True, False]] * 2
+    rows = [(2.0, 2.0 * step) if step in (0, 1, 5, 6) else () for step in range(8)]
+    acted_in = [2, 3, 4, 4, 4, 7, 7, 7]
+    for looked in run_ranks(2, work):
+        assert looked.received == list(enumerate(rows))
+        assert looked.acted == list(zip(range(8), acted_in, rows, strict=True))
+
+
+def test_the_extension_of_the_documents_finds_the_peak_of_all_ranks(tmp_path: Path) -> None:
+    page = Path(__file__, "../../../docs/inside/extend.md").resolve().read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+
+    def work(communicator: Communicator) -> object:
+        made = names["PeakMemory"](run_of(communicator))
+        rank = Rank(communicator, tmp_path, extensions=[made])
+        for number in range(3):
+            rank.train(number)
+        rank.steps.end_steps()
+        return rank.steps.epoch_fields()["peak_memory"]
+
+    before = getrusage(RUSAGE_SELF).ru_maxrss / 1000
+    one, other = run_ranks(2, work)
+    assert before <= one == other <= getrusage(RUSAGE_SELF).ru_maxrss / 1000
 
 
 def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None:
@@ -479,7 +514,7 @@ def test_an_epoch_of_stale_workers_names_the_rank_that_held_the_others_back(
 ) -> None:
     served = Served(1, staleness=staleness)
 
-    def train(communicator: Communicator) -> list[Straggler | None]:
+    def train(communicator: Communicator) -> list[object]:
         clock = Computing()
         rank = Rank(communicator, tmp_path, kind=served, snapshots=False, timeline=Timeline(clock))
         steps = rank.steps
@@ -490,7 +525,7 @@ def test_an_epoch_of_stale_workers_names_the_rank_that_held_the_others_back(
                 rank.train(number)
                 clock.nanoseconds += seconds[communicator.rank] * 10**9
             steps.end_steps()
-            found.append(steps.straggler)
+            found.append(rank.apart.epoch_fields()["straggler"])
         notes = [fields["text"] for name, fields in rank.recorder.lines if name == "note"]
         assert notes == [HELD]  # once
         rank.bench.replica.close()

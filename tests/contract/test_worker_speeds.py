@@ -78,13 +78,12 @@ class Rank:
             place = replace(place, fraction=fraction)
             counts = tuple(b - a for a, b in zip(place.cuts, place.cuts[1:], strict=False))
             for summary in summaries.receive(before=number - 1):
-                if summary.times:
-                    self.speeds.receive(summary)
+                self.speeds.act(summary, summary.rows[0])
             times = [1e-3 * ms * max(1, n) for ms, n in zip(self.costs, counts, strict=True)]
             self.timeline.passes(times[self.rank])
             self.timeline.spend(max(times) - times[self.rank], "wait", bucket=0)
-            reported = self.speeds.times(place) if number >= self.speeds.due else ()
-            summaries.send(number, torch.zeros(0).double(), stop=False, times=reported)
+            reported = self.speeds.row(place)
+            summaries.send(number, torch.zeros(0).double(), stop=False, rows=[reported])
             made.append(counts)
             self.position.number = number + 1
         return made
@@ -282,7 +281,7 @@ def test_ranks_that_noticed_a_loss_at_different_boundaries_then_measure_the_same
         rank.train(FIRST + COMPARED // 2)
         for summary in rank.run.context.summaries.receive(before=rank.position.number):
             if rank.rank:  # the other's boundary isn't passed: what it hasn't received is dropped
-                rank.speeds.receive(summary)
+                rank.speeds.act(summary, summary.rows[0])
         rank.speeds.begin_generation()
         due = []
         for _ in range(FIRST + 3 * COMPARED):

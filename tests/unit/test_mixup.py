@@ -11,9 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from paceline.data.image.augment import Transform
-from paceline.data.mixup import MixedCrossEntropy, MixupMaker, first_labels
+from paceline.data.mixup import MixupMaker
 from paceline.data.source import Record, SourceLost
 from paceline.errors import DataError
+from paceline.run.mixup import Mixup
 
 SIDE, COUNT, CLASSES = 4, 50, 7
 EVERY = np.arange(COUNT)
@@ -122,6 +123,7 @@ def test_the_loss_is_that_of_torch_for_soft_targets(smoothing: float) -> None:
     share = weight[:, None]
     targets = (1 - share) * one_hot(one, CLASSES) + share * one_hot(other, CLASSES)
     expected = cross_entropy(logits, targets, label_smoothing=smoothing)
-    loss = MixedCrossEntropy(smoothing)(logits, packed)
+    mixup = Mixup(0.4, smoothing)
+    loss = mixup(logits, packed)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
-    assert first_labels(packed).tolist() == one.tolist()
+    assert mixup.scored(packed).tolist() == one.tolist()

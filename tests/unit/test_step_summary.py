@@ -121,14 +121,14 @@ def test_a_rank_alone_gets_its_own_sums_a_step_later_where_a_device_computes_the
     assert summaries.lag == lag
     for step in range(3):
         sums = torch.full((2,), step + 0.5, dtype=torch.float64)
-        summaries.send(step, sums, stop=step == 1, outcome=1, times=[2.0])
+        summaries.send(step, sums, stop=step == 1, outcome=1, rows=[[2.0], [], [3.0, 4.0]])
         sums.zero_()
     first, second, third = summaries.receive(before=3)
     assert [one.sums for one in (first, second, third)] == [(0.5,) * 2, (1.5,) * 2, (2.5,) * 2]
-    assert (first.stop, second.stop, second.times, third.same_outcome) == (
+    assert (first.stop, second.stop, second.rows, third.same_outcome) == (
         False,
         True,
-        (2.0,),
+        ((2.0,), (), (3.0, 4.0)),
         True,
     )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
-from paceline.run.straggler import OwnTimes, Straggler, straggler_of
+from paceline.config.world import SyncConfig
+from paceline.run.straggler import RanksApart, Straggler, straggler_of
 from paceline.timeline.timeline import WAIT_FOR_STAGES
 from tests.harness.equivalence.pipelines import PipelineRank, on_ranks
 
@@ -29,16 +32,19 @@ def test_the_straggler_is_the_rank_for_which_others_waited(
 
 
 def test_a_stage_is_named_whose_ranks_are_slow_in_each_replica() -> None:
-    def run(rank: PipelineRank) -> tuple[int, Straggler | None]:
+    def run(rank: PipelineRank) -> tuple[int, object]:
         context = rank.run.context
         now = [0]
         context.timeline.clock = lambda: now[0]
-        times = OwnTimes(rank.run)
-        times.begin_step()
+        model = nn.Linear(2, 2)
+        replica = rank.bind(model, SGD(model.parameters(), lr=0.1), SyncConfig())  # type: ignore[arg-type]
+        times = RanksApart(rank.run, replica, measured=False)
+        times.begin_step(0)
         now[0] += (2, 3, 9, 8)[context.world.rank] * 10**9
         with context.timeline.span(WAIT_FOR_STAGES):
             now[0] += 10**9
-        return context.stage, times.end_epoch(measured=False)
+        times.leave_steps()
+        return context.stage, times.epoch_fields()["straggler"]
 
     found = on_ranks(run, 2, 2)
     assert [stage for stage, _ in found] == [0, 0, 1, 1]

@@ -4,51 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.errors import Diverged
 from paceline.generation.run import Run
+from paceline.generation.summaries import StepSummary
+from paceline.run.extension import Extension
+from paceline.state.checkpoint_files import FOLDER
 
 # In a row: 2^16, the scale that float16's loss scaling starts from, halved 40 times is below 1e-7.
 _SKIPPED = 40
 
 
-class LossWatch:
+class LossWatch(Extension):
     """Loss watch: checks each step's loss over all ranks, and raises if the run diverges.
 
     Args:
         run: the run, whose recorder receives one `loss` event per step, on rank 0.
         max_loss: the largest accepted loss; 0: any finite loss is accepted.
-        remedy: a sentence that says what the user can do.
         every: number of steps between comparisons with `max_loss`.
+        folder: of the run.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        max_loss: float,
-        remedy: str,
-        every: int = 1,
-    ) -> None:
+    def __init__(self, run: Run, *, max_loss: float, folder: Path, every: int = 1) -> None:
         self._run = run
         self._max_loss = max_loss
-        self._remedy = remedy
+        self._remedy = (
+            "Use a smaller --base_learning_rate or add --warmup_epochs; the checkpoints in "
+            f"{folder / FOLDER} are valid."
+        )
         self._every = every
         self._skipped = 0
 
-    def check(self, step: int, sums: Sequence[float]) -> None:
+    def receive(self, summary: StepSummary, row: Sequence[float]) -> None:
         """Check the loss of a step.
 
         Args:
-            sums: over all ranks: loss times samples, …, samples, ranks that skipped the update
+            summary: with the sums: loss times samples, …, samples, ranks that skipped the update
                 because float16 overflowed.
+            row: empty.
 
         Raises:
             Diverged: the loss isn't a number or too large, or every update overflows.
         """
-        total = sums[0]
-        samples = sums[3]
-        skipped = sums[4]
+        step = summary.step
+        total, _, _, samples, skipped = summary.sums
         loss = total / samples if samples else 0.0
         if self._run.leads:
             generation = self._run.context.world.generation.number
