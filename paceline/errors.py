@@ -21,7 +21,8 @@ how options are called there: `--bucket_mb` on the command line, `bucket_mb` in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from string import Formatter
 
 
@@ -86,6 +87,16 @@ class PacelineError(Exception):
     def __str__(self) -> str:
         message = self._message
         return message.render(self.name_of) if isinstance(message, Message) else message
+
+
+@contextmanager
+def options_named(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Let errors that leave the block spell options as `name_of` says."""
+    try:
+        yield
+    except PacelineError as error:
+        error.name_of = name_of
+        raise
 
 
 class ConfigError(PacelineError, ValueError):

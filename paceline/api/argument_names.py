@@ -6,13 +6,12 @@ run first: this run was started with …; restore the former value, or give anot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from paceline.cluster.print_message import print_message
 from paceline.config.average import ARGUMENTS as AVERAGE_ARGUMENTS
 from paceline.config.server import ARGUMENTS as SERVER_ARGUMENTS
-from paceline.errors import Message, PacelineError, as_flag
+from paceline.errors import Message, as_flag, options_named
 from paceline.generation.notes import Notes
 
 _ARGUMENTS = {
@@ -60,11 +59,6 @@ class ScriptNotes(Notes):
         self.print(note)
 
 
-@contextmanager
-def errors_name_arguments() -> Iterator[None]:
+def errors_name_arguments() -> AbstractContextManager[None]:
     """Let errors that leave the block name options as arguments."""
-    try:
-        yield
-    except PacelineError as error:
-        error.name_of = as_argument
-        raise
+    return options_named(as_argument)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.rules import whole
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, options_named
 
 ARGUMENTS = {
     "num_servers": "servers",
@@ -49,7 +47,7 @@ class Server:
     servers: int | None = None
 
     def __post_init__(self) -> None:
-        with _errors_name_arguments():
+        with options_named(_argument):
             if self.staleness is not None and not _is_whole(self.staleness):
                 rule = f"must be {_STALENESS}, or None: asynchronous"
                 raise ConfigError(flag="staleness", value=self.staleness, rule=rule)
@@ -104,11 +102,5 @@ def _is_whole(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-@contextmanager
-def _errors_name_arguments() -> Iterator[None]:
-    """Let errors that leave the block name options as arguments of `Server`."""
-    try:
-        yield
-    except ConfigError as error:
-        error.name_of = lambda option: ARGUMENTS.get(option, option)
-        raise
+def _argument(option: str) -> str:
+    return ARGUMENTS.get(option, option)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_args
 
@@ -23,7 +22,7 @@ from paceline.config.average import (
     no_delay,
     phases_of,
 )
-from paceline.errors import ConfigError, Message
+from paceline.errors import ConfigError, Message, options_named
 from paceline.update.outer.bmuf import BMUF
 from paceline.update.outer.diloco import DiLoCo
 from paceline.update.outer.easgd import EASGD
@@ -76,7 +75,7 @@ class Average:
     through: Through = "workers"
 
     def __post_init__(self) -> None:
-        with _errors_name_arguments():
+        with options_named(_argument):
             check_rounds(self.every, self.fragments, self.delay)
             if isinstance(self.outer, str):
                 check_choice("outer", self.outer, tuple(RULES))
@@ -179,7 +178,7 @@ def parse_average(sync: str) -> Average | None:
         return None
     flags = {argument: flag for flag, argument in ARGUMENTS.items()}
     values: dict[str, Any] = {}
-    with _errors_name_arguments():
+    with options_named(_argument):
         for item in re.split(r",(?=[^,=]*=)", text) if colon else ():  # phases have commas, too
             option, equals, word = (part.strip() for part in item.partition("="))
             if not equals or option not in flags or flags[option] in values:
@@ -212,11 +211,5 @@ def _read(flag: str, word: str) -> int | float | str:
     return value
 
 
-@contextmanager
-def _errors_name_arguments() -> Iterator[None]:
-    """Let errors that leave the block name options as arguments of `Average`."""
-    try:
-        yield
-    except ConfigError as error:
-        error.name_of = lambda option: ARGUMENTS.get(option, option)
-        raise
+def _argument(option: str) -> str:
+    return ARGUMENTS.get(option, option)
