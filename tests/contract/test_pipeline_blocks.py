@@ -55,6 +55,35 @@ def test_a_stage_may_be_frozen(schedule: str, frozen: range) -> None:
     require_equal(model, 3, microbatches=3, cuts=["3", "6"], schedule=schedule)
 
 
+class Aside(nn.Module):
+    """A block with a parameter on the way of its input, and beside it; and one that gets both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.1, 0.7, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x * self.scale, self.scale.exp()
+        return (x[0] * x[1]) @ self.scale.outer(self.scale)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_parameter_may_have_a_way_of_its_own_to_what_a_stage_returns(checkpoints: bool) -> None:
+    model = mlp(Aside(), Aside(), nn.Linear(WIDTH, WIDTH).double())
+    options = {"schedule": "zb-h1", "checkpoint_activations": checkpoints}
+    require_equal(model, 3, microbatches=3, cuts=["4", "9"], data=batches(9, 9), **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_stage_may_run_a_layer_twice(schedule: str, checkpoints: bool) -> None:
+    layers = [*mlp()]
+    model = nn.Sequential(*layers[:4], layers[2], nn.Tanh(), *layers[4:])
+    options: dict[str, Any] = {"schedule": schedule, "checkpoint_activations": checkpoints}
+    require_equal(model, 2, microbatches=2, cuts=["2"], data=batches(8, 8), **options)
+
+
 class Named(NamedTuple):
     """What a block returns."""
 
