@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import gather_states
@@ -109,7 +109,7 @@ class Stage(nn.Module):
 
         Where layers are divided, it is collective along the tensor ranks, too.
         """
-        own = {name: value.cpu() for name, value in self.state_dict().items()}
+        own = {n: tree_map_only(Tensor, Tensor.cpu, x) for n, x in self.state_dict().items()}
         dims = divided_dims(self)
         if self._pipeline.run.context.along("tensor").size > 1:
             shards = self._gathered("tensor", {name: own[name] for name in dims})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -82,6 +83,29 @@ def test_a_stage_may_run_a_layer_twice(schedule: str, checkpoints: bool) -> None
     model = nn.Sequential(*layers[:4], layers[2], nn.Tanh(), *layers[4:])
     options: dict[str, Any] = {"schedule": schedule, "checkpoint_activations": checkpoints}
     require_equal(model, 2, microbatches=2, cuts=["2"], data=batches(8, 8), **options)
+
+
+class Counting(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": 3, "ranges": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["seen"] == 3
+
+
+def test_the_whole_state_has_what_is_no_tensor() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    def run(rank: PipelineRank) -> dict[str, Any]:
+        return rank.cut(model, F.cross_entropy, microbatches=2, cuts=["1"]).whole_state_dict()
+
+    for state in on_ranks(run, 2):
+        assert [*state] == [*model.state_dict()]
+        assert state["0._extra_state"]["seen"] == 3
+        copy.deepcopy(model).load_state_dict(state)
 
 
 class Named(NamedTuple):
