@@ -22,6 +22,7 @@ from tests.harness.equivalence.contributed import contributed
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
 from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.twins.communicator import ThreadGroup
 
 Kind = Callable[..., Any]
 
@@ -87,6 +88,11 @@ def model() -> nn.Module:
 @pytest.fixture(params=SYNCHRONIZERS.values(), ids=SYNCHRONIZERS.keys())
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param()  # type: ignore[no-any-return]
+
+
+def test_operators_are_made_before_ranks_that_are_threads_use_them() -> None:
+    ThreadGroup(2)
+    assert "default" in vars(torch.ops.aten.batch_norm_update_stats)
 
 
 def test_more_ranks_than_samples_train_as_one_process_does(model: nn.Module, kind: Kind) -> None:

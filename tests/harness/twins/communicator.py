@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -20,6 +20,21 @@ from paceline.errors import CommTimeout, PeerLost
 
 _ResultOf = Callable[[Sequence[Tensor]], Tensor]
 _in_rank_order: _ResultOf = partial(reduce, torch.add)
+
+
+@cache
+def make_operators() -> None:
+    """Make Python's objects of torch's operators, before threads use any.
+
+    Torch makes an operator's object at its first use, and keeps a pointer to it for the process's
+    life. Where two threads use it at once for the first time, both make one, and the pointer may be
+    that of the object that isn't kept: the next use in a `TorchDispatchMode` is then a SIGSEGV.
+    """
+    for full_name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = full_name.partition("::")
+        if space == "aten":
+            name, _, overload = rest.partition(".")
+            getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
 @dataclass(eq=False)
@@ -34,6 +49,7 @@ class ThreadGroup:
     """Shared state of the `ThreadCommunicator`s of one process."""
 
     def __init__(self, world_size: int, timeout: float = 30.0) -> None:
+        make_operators()
         self.world_size = world_size
         self._timeout = timeout
         self._changed = threading.Condition()
