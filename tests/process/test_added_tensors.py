@@ -12,8 +12,7 @@ from tests.harness.processes.launcher_commands import run
 SCRIPT = ("-m", "tests.harness.library.added_tensors")
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "notified"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "sync"), [(0, "allreduce"), (1, "notified")])
 def test_a_rank_that_adds_a_layer_alone(tmp_path: Path, rank: int, sync: str) -> None:
     ended = run("paceline", *SCRIPT, "alone", str(rank), sync, folder=tmp_path)
     assert ended.status == 1, ended.text

@@ -77,15 +77,15 @@ class Machines:
     def __init__(self, here: Path, environment: Mapping[str, str]) -> None:
         self._folder, self._environment = here.parent, environment
 
-    def start(self, machine: int, words: str, *, also: Mapping[str, str] | None = None) -> Command:
+    def start(self, machine: int, words: str) -> Command:
         return Command(
             *f"{words} --num_shards 2 --shard_id {machine}".split(),
             folder=self._folder / str(machine),
-            environment={**self._environment, **(also or {})},
+            environment=self._environment,
         )
 
-    def run(self, first: str, second: str, **also: Mapping[str, str]) -> list[Result]:
-        commands = [self.start(0, first), self.start(1, second, **also)]
+    def run(self, first: str, second: str) -> list[Result]:
+        commands = [self.start(0, first), self.start(1, second)]
         return [command.wait(LIMIT) for command in commands]
 
 
@@ -116,26 +116,6 @@ def test_another_data_set_on_the_other_machine_is_told_by_both(here: Path) -> No
     message = (
         rf"{RANK_PREFIX}--train_data's number of records is 6 on rank 0 \({HOST}\) and 9 on rank 1 "
         rf"\({HOST}\): give all machines the same data set."
-    )
-    both_say(ends, 2, message)
-
-
-OLD = """
-import paceline.version
-
-paceline.version.VERSION = "0.0.9"
-"""
-
-
-def test_another_version_on_the_other_machine_is_told_by_both(here: Path) -> None:
-    (here.parent / "old").mkdir()
-    (here.parent / "old/sitecustomize.py").write_text(OLD)
-    with no_process_left() as environment:
-        old = {"PYTHONPATH": str(here.parent / "old"), "PYTHONNODEBUGRANGES": "1"}  # no fork
-        ends = Machines(here, environment).run(SHARED, SHARED, also=old)
-    message = (
-        rf"{RANK_PREFIX}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): "
-        "install the same version on all machines."
     )
     both_say(ends, 2, message)
 

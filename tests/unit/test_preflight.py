@@ -24,6 +24,7 @@ from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import CommTimeout, ConfigError, PeerLost
+from paceline.version import VERSION
 from tests.harness.processes.worlds import world_of
 
 
@@ -156,6 +157,7 @@ def test_the_configurations_facts_are_flags_without_what_may_differ() -> None:
 
 def test_the_other_facts_have_names_that_a_person_knows() -> None:
     assert set(version_facts()) == {"Python", "paceline", "torch"}
+    assert version_facts()["paceline"] == VERSION
     assert data_facts("train_data", 15, "ab") == {
         "--train_data's number of records": "15",
         "--train_data's fingerprint": "ab",
