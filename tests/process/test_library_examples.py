@@ -21,7 +21,7 @@ from tests.harness.processes.launcher_commands import Script, run
 from tests.harness.processes.python_program import ROOT
 
 EXAMPLES = ROOT / "examples"
-SMALL = ("--files", "8", "--width", "32", "--layers", "1", "--length", "64", "--batch", "32")
+SMALL = ("--files", "6", "--width", "32", "--layers", "1", "--length", "64", "--batch", "32")
 
 
 def test_cifar10_tells_the_accuracy_that_its_checkpoint_has(tmp_path: Path) -> None:
