@@ -213,11 +213,16 @@ class _Shown(TorchFunctionMode):
             return False
         if func == _DEVICE and args[0].is_meta:
             return _history(args[0]).device
+        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+            args = args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1])
         return func(*args, **(kwargs or {}))
 
 
 _IS_META = vars(torch._C.TensorBase)["is_meta"].__get__
 _DEVICE = vars(torch._C.TensorBase)["device"].__get__
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+# What a batch norm writes to, which its schema doesn't say.
+_STATISTICS = ("running_mean", "running_var")
 
 
 class _Recorder(TorchDispatchMode):
@@ -326,6 +331,7 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     arguments = function._schema.arguments
     given = {**{a.name: value for a, value in zip(arguments, args, strict=False)}, **kwargs}
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    names += _STATISTICS if "batch_norm" in str(function) else ()
     return _tensors([given.get(name) for name in names])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,10 @@ def several_kinds() -> nn.Module:
         nn.LSTM(3, 4, 2),
         nn.Embedding(5, 3, padding_idx=0),
         nn.Linear(3, 5),
+        nn.BatchNorm1d(3),
     )
+    model[5](torch.rand(8, 3))  # as an initialization by data does
+    model[5].bias.data = torch.from_numpy(np.arange(3, dtype=np.float32))
     nn.init.trunc_normal_(model[3].weight, a=-0.5)  # reads values, to reject some
     nn.init.orthogonal_(model[4].weight)
     model.to(memory_format=torch.channels_last)
