@@ -97,3 +97,11 @@ def test_the_average_of_the_weights_is_what_is_evaluated(tmp_path: Path) -> None
     first, last = [event for event in events(tmp_path / "run") if event["event"] == "epoch"]
     assert first["test_loss"] == pytest.approx(last["test_loss"], rel=1e-4)
     assert first["loss"] - last["loss"] > 0.05
+
+
+def test_mixed_samples_are_scored_by_the_image_that_has_the_larger_weight(tmp_path: Path) -> None:
+    TrainerRollbacks(tmp_path / "run", (*CASES["mixup"], *FLOAT64), (1,)).run()
+    accuracies = [
+        event["accuracy"] for event in events(tmp_path / "run") if event["event"] == "epoch"
+    ]
+    assert accuracies[-1] >= 0.1  # by both labels and the weight, as they are packed, none is right
