@@ -36,7 +36,8 @@ def open_test_data(
         return open_source("train_data", path, config.data, seed)
     raise ConfigError(
         Message(
-            "{--test_data}: no database is given, and {}: give the path of one.",
+            "{--test_data}: no database is given, and {}: give the path of one{}.",
             "there is no run that has one" if folder is None else f"{folder.name} records none",
+            Message(", or images by {--images}") if trained else "",
         )
     )

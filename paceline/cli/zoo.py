@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     prefix, colon, _ = config.pattern.partition(":")
     reasons = [text for zoo, text in missing.items() if fnmatchcase(zoo, prefix)]
     if not found:
-        more = f" {reasons[0]}" if reasons and colon else ""
-        raise ConfigError(f"paceline zoo: no model matches {config.pattern!r}.{more}")
+        more = f". {reasons[0]}" if reasons and colon else "; leave it out to list all models."
+        raise ConfigError(f"paceline zoo: no model matches {config.pattern!r}{more}")
     if len(found) <= _COUNTED:
         found = [_counted(one) for one in found]
     if config.json:

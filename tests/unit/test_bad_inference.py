@@ -44,6 +44,11 @@ class Branches(Mean):
         return self.fc(x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3)))
 
 
+class Undefined(Mean):
+    def forward(self, x):
+        return super().forward(x) * (torch.nan if torch.compiler.is_exporting() else 1)
+
+
 class Counts(Mean):
     def forward(self, x):
         self.calls += 1
@@ -73,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(Path("four.pt"), 0, num_labels=4)
         Path("torn.pt").write_bytes(Path("w.pt").read_bytes()[:-50])
         Path("text.pt").write_text("these are no weights")
-        for name in ("Mean", "Eigen", "Branches", "Counts"):
+        for name in ("Mean", "Eigen", "Branches", "Undefined", "Counts"):
             torch.manual_seed(0)
             model = build_model(f"own:{name}", num_labels=3, num_channels=3)
             config = replace(CONFIG, model=replace(CONFIG.model, model=f"own:{name}"))
@@ -121,7 +126,8 @@ CASES = {
     "--output, or --overwrite",
     "export w.pt --images photos --output photos": "--output photos is a folder: give the name of",
     "export w.pt --images photos --output far/w.pt": "is in a folder that isn't there",
-    "export w.pt --output new.out": "--test_data: no database is given",
+    "export w.pt --output new.out": "--test_data: no database is given, and there is no run that "
+    "has one: give the path of one, or images by --images.",
     "export w.pt --images broken --output new.out": "no image can be read on which the file could",
     f"export w.pt --test_data test {EXPORT}": "--images and --test_data are both images",
     f"export pets --weights lost.json {EXPORT}": "lost.json: its part lost.stage0of2.pt isn't "
@@ -131,10 +137,12 @@ CASES = {
     "aten.linalg_eig, which the model calls; give another --format",
     f"export Branches.pt --format torch-export {EXPORT}": "--format torch-export: torch.export "
     "can't trace the model for batches of any size (GuardOnDataDependentSymNode",
+    f"export Undefined.pt --format torch-export {EXPORT}": "new.out: its logits differ from the "
+    "model's by up to inf",
     f"export Counts.pt --format torch-export {EXPORT}": "new.out: its logits differ from the "
     "model's by up to",
 }
-OF_THE_WORLD = ("torn.pt", "text.pt", "broken", ".json", "Counts")  # status 1
+OF_THE_WORLD = ("torn.pt", "text.pt", "broken", ".json", "Counts", "Undefined")  # status 1
 
 
 @pytest.mark.parametrize("command", CASES)

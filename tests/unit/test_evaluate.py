@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from paceline.cli.main import main
+from paceline.inference.evaluation import most_confused
 from paceline.observe.plots.confusion import confusion_png
 from tests.harness.library.finished_run import NAMES, logits_of, write_image, write_model, write_run
 
@@ -64,6 +65,13 @@ def test_the_tables_name_the_classes(run: Path, capsys: pytest.CaptureFixture[st
     assert "top-5" not in out  # of three classes
     assert all(out.count(name) >= 2 for name in NAMES)
     assert "Evaluating: 7 of 7 images" in error
+
+
+def test_a_class_is_taken_most_often_for_another_one_or_for_none() -> None:
+    assert most_confused([9, 1, 3], 0) == 2
+    assert most_confused([0, 4, 5], 2) == 1
+    assert most_confused([0, 7, 0], 1) is None
+    assert most_confused([0, 0, 0], 0) is None
 
 
 def test_the_matrix_is_drawn_with_a_cell_for_each_count(run: Path) -> None:

@@ -112,6 +112,10 @@ def test_onnx_runs_in_batches_of_any_size(
         require_equal(torch.cat([torch.from_numpy(part) for part in parts]), wanted)
     about = session.get_modelmeta().custom_metadata_map
     assert json.loads(about["classes"]) == [*NAMES]
+    form = json.loads(about["evaluation"])
+    mean = torch.tensor(form["mean"]).view(3, 1, 1)
+    std = torch.tensor(form["std"]).view(3, 1, 1)
+    require_equal((raw() - mean) / std, images)
 
 
 def test_torch_export_runs_in_batches_of_any_size(

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from paceline.data.image.augment import Transform
 from paceline.data.mixup import MixupMaker
+from paceline.data.sample_maker import SampleMaker
 from paceline.data.source import Record, SourceLost
 from paceline.errors import DataError
 from paceline.run.mixup import Mixup
@@ -41,9 +42,9 @@ class Images:
         return f"record {index}"
 
 
-def maker_of(source: Any, alpha: float = 0.4) -> MixupMaker:
+def maker_of(source: Any, alpha: float = 0.4, augment: Any = "none") -> MixupMaker:
     transform = Transform(
-        augment="none", image_size=SIDE, scale=SIDE, channels=3, seed=5, train=True
+        augment=augment, image_size=SIDE, scale=SIDE, channels=3, seed=5, train=True
     )
     fill = np.zeros(3, np.uint8)
     return MixupMaker(
@@ -77,6 +78,22 @@ def test_images_and_labels_are_mixed_by_one_weight() -> None:
         expected = (1 - w) * source.pixels[index] + w * source.pixels[partner].astype(float)
         assert np.abs(pixels[index] - expected).max() <= 0.5
     assert len({*partners(maker)}) > COUNT / 2
+
+
+def test_a_partner_is_augmented_by_random_numbers_of_its_own() -> None:
+    maker = maker_of(Images(), augment="pad")
+    draws = maker.transform.draws
+    shared = {name: getattr(maker, name) for name in ("source", "transform", "fill", "num_labels")}
+    plain = SampleMaker(**shared)
+    pixels, labels = samples_of(maker)
+    own, others = (np.zeros((COUNT, maker.sample_bytes), np.uint8) for _ in range(2))
+    for index, numbers in enumerate(maker.numbers(0, EVERY)):
+        assert numbers[:draws] != numbers[draws : 2 * draws]
+        plain.write(index, numbers[:draws], own[index])
+        plain.write(partners(maker)[index], numbers[draws : 2 * draws], others[index])
+        w = labels[index][2]
+        expected = (1 - w) * own[index] + w * others[index].astype(float)
+        assert np.abs(pixels[index].ravel() - expected).max() <= 0.5
 
 
 def test_a_sample_depends_on_seed_epoch_and_record_alone() -> None:

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -75,8 +75,12 @@ class Exported:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The model's description."""
-        return describe(self.trained.config, self.trained.classes)
+        """The model's description: of one that normalises itself, nothing is left to subtract."""
+        config = self.trained.config
+        if isinstance(self.module, Normalizing):
+            data = replace(config.data, image_mean_per_channel=(0.0,), image_std_per_channel=(1.0,))
+            config = replace(config, data=data)
+        return describe(config, self.trained.classes)
 
 
 class Normalizing(nn.Module):
