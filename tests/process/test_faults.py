@@ -87,7 +87,6 @@ def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> No
 @pytest.mark.parametrize(
     ("sync", "workers", "lost"),
     [
-        ("replicated", 3, (2,)),
         ("sharded", 3, (0,)),
         ("allreduce", 4, (0, 2)),
         ("sharded", 4, (1, 3)),

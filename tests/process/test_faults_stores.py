@@ -151,7 +151,6 @@ def lose_both(
     ("store", "sync", "lost"),
     [
         (store_host, "allreduce", 0),
-        (store_host, "int8", 1),
         (redis, "sharded", 1),
         (etcd, "sharded", 0),
         (shared_folder, "replicated", 1),

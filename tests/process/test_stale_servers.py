@@ -22,7 +22,6 @@ from tests.harness.processes.run_folders import events, write_net
 SERVED = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01")
 STALE = (*SERVED, "--staleness", "2")
 ASYNCHRONOUS = (*SERVED, "--staleness", "async", "--staleness_lr", "scale")
-either = pytest.mark.parametrize("words", [STALE, ASYNCHRONOUS], ids=["bounded", "asynchronous"])
 
 
 def requires_trained(stale: FaultRun, ended: Result) -> None:
@@ -59,7 +58,7 @@ def test_workers_with_staleness_train_each_sample_once_and_end_with_equal_weight
 
 
 @pytest.mark.timeout(300)
-@either
+@pytest.mark.parametrize("words", [STALE, ASYNCHRONOUS], ids=["bounded", "asynchronous"])
 def test_a_signal_saves_the_state_and_the_same_command_resumes(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -132,11 +131,8 @@ def test_the_workers_continue_without_servers_that_are_killed(
 
 
 @pytest.mark.timeout(300)
-@either
-def test_a_run_of_which_all_workers_are_killed_resumes(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    stale = FaultRun(tmp_path, *words, machines=(2,))
+def test_a_run_of_which_all_workers_are_killed_resumes(tmp_path: Path) -> None:
+    stale = FaultRun(tmp_path, *ASYNCHRONOUS, machines=(2,))
     stale.reach(FIRST_KILL)
     stale.reach_checkpoint()
     stale.kill(0, 1)
