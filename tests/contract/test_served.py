@@ -286,7 +286,9 @@ def test_a_worker_that_asks_late_gets_the_state_before_the_others_update(
         after = rank.replica._binding.state.local(in_step=False)["optimizer"]
         assert not same(entries_of(before), entries_of(after))
 
-    on_workers(work, Served(2), make_optimizer=make_optimizer)
+    served = Served(2)
+    on_workers(work, served, make_optimizer=make_optimizer)
+    assert not any(server._copies for server in served.running)  # each has been fetched by all
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam])
@@ -300,11 +302,17 @@ def test_a_worker_that_restores_its_part_late_leaves_the_others_alone(make_optim
         # As where members restore a snapshot: the new servers first get the state of a new
         # optimizer, which has no entries.
         empty = {name: (*entry[:2], {}) for name, entry in saved["optimizer"].items()}
+        double = {
+            name: (*entry[:2], {key: 2 * value for key, value in entry[2].items()})
+            for name, entry in saved["optimizer"].items()
+        }
         rank.communicator.all_reduce(torch.zeros(1)).wait("all parts")
         if restores:
             first = rank.communicator.rank == 0
             if not first:
                 assert restored.wait(LIMIT)
+            assert state.restore_local({**saved, "optimizer": double})
+            assert same(entries_of(state.local()["optimizer"]), entries_of(double))
             assert state.restore_local({**saved, "optimizer": empty})
             assert state.restore_local(saved)
             assert same(entries_of(state.local()["optimizer"]), entries_of(saved["optimizer"]))

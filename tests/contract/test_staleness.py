@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +30,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.served_schedules import Schedule, check
 from tests.harness.equivalence.served_synchronizers import Served
 from tests.harness.equivalence.steps_by_hand import replica_step
+from tests.harness.processes.run_folders import wait_until
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["undisturbed", "with deaths"])
@@ -69,6 +72,47 @@ def test_running_statistics_are_the_mean_once_the_workers_settle(*, asynchronous
     for own, mean in results:
         torch.testing.assert_close(mean, expected)
         assert not torch.allclose(own, expected)
+
+
+def test_a_worker_leads_by_the_staleness_where_a_model_has_running_statistics() -> None:
+    leads = threading.Event()
+    served = Served(1, staleness=2)
+
+    def work(c: Communicator) -> None:
+        # The statistics of so many channels are sent from where they lie.
+        model = nn.Sequential(nn.BatchNorm1d(2048), nn.Linear(2048, 2)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = replicate(model, optimizer, c, 10**9, served)
+        assert c.rank == 0 or leads.wait(30)
+        for step in range(5):
+            with replica_step(replica, step, 0.5):
+                model(torch.randn(3, 2048, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 2:  # which needs version 0
+                leads.set()
+        replica.drain()
+        replica.close()
+
+    run_ranks(2, work)
+    served.join()
+
+
+def test_a_worker_reads_newer_parameters_than_it_must_where_these_have_arrived() -> None:
+    served = Served(1, staleness=2)
+
+    def returned(step: int) -> bool:
+        return min(served.running[0].versions) > step
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, served, None)
+        for step in range(4):
+            rank.train(step)
+            wait_until(partial(returned, step))
+        assert set(rank.replica._binding.access.reads) == {0}  # type: ignore[arg-type]
+        rank.close()
+
+    run_ranks(1, work)
 
 
 def settle_first(model: nn.Module, optimizer: Any, number: int, rank: int) -> None:
@@ -131,13 +175,20 @@ def test_a_parameter_that_is_written_while_updates_are_pending_is_refused() -> N
     on_workers(work)
 
 
-def test_a_parameter_that_an_asynchronous_worker_writes_before_a_meeting_is_refused() -> None:
+def meet(rank: Rank) -> None:
+    rank.replica._binding.synchronizer.settle(Weights.MERGED)
+
+
+@pytest.mark.parametrize("before", [meet, lambda rank: rank.train(1)], ids=["meeting", "step"])
+def test_a_parameter_that_an_asynchronous_worker_writes_is_refused(
+    before: Callable[[Rank], None],
+) -> None:
     def work(rank: Rank) -> None:
         rank.train(0)
         rank.replica.settle()
         rank.model.get_parameter("6.bias").data.mul_(0.5)
         with pytest.raises(ConfigError, match="asynchronous workers must not write them"):
-            rank.replica._binding.synchronizer.settle(Weights.MERGED)
+            before(rank)
 
     on_workers(work, staleness=None)
 
