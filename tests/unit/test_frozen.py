@@ -37,6 +37,12 @@ def test_blocks_that_are_compiled_later_have_the_same_names() -> None:
     assert len(fixed_norms(model, ["stem.1.*"])) == 1
 
 
+def test_a_norm_without_parameters_follows_its_batches() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    assert fixed_norms(model, ["0.*"]) == ()
+    assert fixed_norms(model, []) == ()
+
+
 def test_without_patterns_nothing_is_frozen() -> None:
     model = net()
     assert freeze(model, []) == ""

@@ -98,3 +98,14 @@ def test_the_last_state_is_said_as_far_as_it_is_known() -> None:
     assert describe_last(run, LastState(), finished=False, here=0, hosts="").endswith(
         "No step of it is recorded."
     )
+
+
+def test_of_all_members_counts_the_largest_is_the_cost() -> None:
+    fields = {"gpu_hours": 0.0, "processor_kwh": None, "gpu_kwh": None, "price": None}
+    counts = [
+        {"event": "cost", "generation": 0, "processor_hours": hours, "machine_hours": 1.0, **fields}
+        for hours in (1.0, 3.0, 2.0)
+    ]
+    cost = of_events(counts).cost
+    assert cost is not None
+    assert cost.processor_hours == 3.0

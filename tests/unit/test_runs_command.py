@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main
+from paceline.observe.run_summary import log_rows
 from tests.harness.library.finished_run import write_logged_run
 
 
@@ -75,3 +77,11 @@ def test_bad_input_is_a_sentence(
     Path("runs/loop/events.a-0.jsonl").write_text(json.dumps(step) + "\n")
     assert main(words.split()) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_of_an_epoch_in_two_logs_the_newer_row_counts(tmp_path: Path) -> None:
+    for name, time, rows in (("b.log", 1, "0,3.0\n1,2.0\n"), ("a.log", 2, "1,1.0\n")):
+        path = tmp_path / name
+        path.write_text(f"# Namespace()\nepoch,loss\n{rows}")
+        os.utime(path, (time, time))
+    assert [row["loss"] for row in log_rows(tmp_path)] == ["3.0", "1.0"]
