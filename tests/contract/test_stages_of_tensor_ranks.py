@@ -275,6 +275,17 @@ def test_a_plan_is_the_whole_models_and_is_refused_on_all_stages() -> None:
     )
 
 
+def test_the_values_are_those_of_the_first_tensor_rank() -> None:
+    def run(rank: PipelineRank) -> dict[str, Tensor]:
+        model = Model()
+        if rank.run.context.along("tensor").rank:
+            nn.utils.vector_to_parameters(torch.zeros(10_000).double(), model.parameters())
+        return cut(rank, model).whole_state_dict()
+
+    for state in on_ranks(run, 2, 1, 2):
+        assert largest_difference(state, Model().state_dict()) == 0
+
+
 def test_a_model_that_is_divided_already_isnt_cut() -> None:
     def run(rank: PipelineRank) -> str:
         model = Model()
