@@ -186,6 +186,9 @@ def check_optimizer(optim: OptimConfig, sync: SyncConfig, pipeline: PipelineConf
             whole model, where the state is divided.
     """
     name = optim.optimizer
+    if name == OptimConfig.optimizer and not optim.optimizer_options:
+        # Nothing refuses it, and a process's first optimizer takes 2 s: it imports torch._dynamo.
+        return []
     given = optim.base_learning_rate
     optimizer = probe(name, optim.optimizer_options, lr=given, **_momentum(optim))
     if sync.update == "sharded" or sync.narrow:
