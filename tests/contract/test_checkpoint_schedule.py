@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,16 +298,20 @@ def test_a_snapshot_whose_sums_are_not_known_yet_is_not_written(tmp_path: Path) 
     assert run_ranks(2, work) == [[True, False]] * 2
 
 
-def test_divided_state_is_gathered_in_under_half_a_per_cent_of_the_time(tmp_path: Path) -> None:
+def test_divided_state_is_gathered_in_under_half_a_per_cent_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = iter([10.0, 10.5, 110.4, 110.6, 110.7, 210.7])
     kind = notified(False, (1,), "fp32", make_sharded)
 
     def work(c: Communicator) -> list[Request]:
         rank = Rank(c, tmp_path, model=convnet().float(), kind=kind)
         schedule = rank.steps._checkpoints
-        schedule._clock = lambda: next(now)
-        schedule._copy_now()  # from 10.0 to 10.5: the next is due 100 s later
-        requests = [schedule._request(0) for _ in range(4)]
+        with monkeypatch.context() as patched:
+            clock = SimpleNamespace(monotonic=lambda: next(now))
+            patched.setattr("paceline.snapshots.schedule.time", clock)
+            schedule._copy_now()  # from 10.0 to 10.5: the next is due 100 s later
+            requests = [schedule._request(0) for _ in range(4)]
         rank.bench.replica.close()
         return requests
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from paceline.snapshots.backup import SnapshotBackup
 from paceline.snapshots.durable_files import DurableFiles
 from paceline.state.checkpoint_writer import Checkpoint
 from tests.harness.equivalence.steps_by_hand import active_step
+from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
@@ -112,6 +114,16 @@ class Members:
         for closer in closers:
             closer.join(LIMIT)
         closed.set()
+
+    def freeze(self, rank: int) -> None:
+        """Let no heartbeat of a member arrive any more."""
+        began, frozen = time.monotonic(), self.generation.members[rank].id
+        for one in self.all:
+
+            def silence(_: object, peer: str, plain: Callable[[str], float]) -> float:
+                return time.monotonic() - began if peer == frozen else plain(peer)
+
+            patch(one.line, "silence", partial(silence, plain=one.line.silence))
 
     def sent(self, rank: int, message: str, times: int) -> threading.Event:
         """Return what is set once a member has sent messages of a kind in a vote to one other."""
@@ -263,6 +275,17 @@ def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
         found |= zip(behind, members.next(tuple(behind), first), strict=True)
     value = agreed(list(found.values()))
     assert {member.id for member in value.members} == ids(members, 1, 2, 3)
+
+
+def test_a_member_that_has_long_been_silent_is_judged_before_a_vote(
+    make: Callable[..., Members],
+) -> None:
+    """Another one, which suspects it already, has interrupted the generation."""
+    members = make((3,), None, "", replace(OPTIONS, peer_timeout=2.0))
+    members.freeze(1)
+    wait_until(lambda: members.all[0]._watch.is_unsure, limit=LIMIT)
+    value = agreed(members.next((0, 2)))
+    assert {member.id for member in value.members} == ids(members, 0, 2)
 
 
 def test_a_vote_waits_for_a_machine_whose_record_is_being_changed(

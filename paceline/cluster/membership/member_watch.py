@@ -25,6 +25,9 @@ from paceline.cluster.membership.voting.successor import View
 
 _RECENT = 0.5  # of the peer timeout: how old the last heartbeat of a member may be that is received
 
+_UNSURE = 0.75  # of the peer timeout: without a heartbeat for so long, a member may be frozen,
+_UNSURE_S = 1.5  # if beats are missing: one is sent each half second, and looked at as often
+
 _SILENT = ("frozen", "cut off")
 
 TIMED_OUT_S = 2.0
@@ -80,6 +83,17 @@ class MemberWatch:
             if each.closed_at is not None and member not in (*self.suspicions, *self.leavers)
         )
         return max(0.0, max(ends, default=now) - now)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a member that isn't suspected has sent no heartbeat for long.
+
+        It sends one soon, or will be suspected.
+        """
+        silence = max(_UNSURE * self._options.peer_timeout, _UNSURE_S)
+        earliest = time.monotonic() - silence
+        others = {*self._evidence} - {self._member, *self.suspicions, *self.leavers}
+        return any(self._evidence[member].last_beat < earliest for member in others)
 
     @property
     def unjudged_seconds(self) -> float:

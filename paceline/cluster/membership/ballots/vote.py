@@ -19,6 +19,7 @@ from paceline.cluster.membership.voting.messages import Answer, Ballot, Request
 from paceline.cluster.membership.voting.proposer import Proposer, begin, expire, receive
 
 _BALLOT_S = 1.0  # after which a ballot that hasn't decided is followed by another one
+_UNSURE_S = 0.1  # before a member asks again whether it is sure whom to suspect
 _REFUSED_S = 0.05  # the same, at least, after a refusal
 # The members of the next generation authenticate each other by the token: it must not be guessed.
 _TOKEN_BYTES = 16
@@ -80,6 +81,11 @@ class Vote:
 
     def _propose(self) -> None:
         late = time.monotonic() - self.began_at > self._promise_limit
+        if self._watch.is_unsure and not late:
+            # Others may suspect that member already. A generation
+            # with it would end as soon as it began.
+            self.propose_in(_UNSURE_S)
+            return
         if late and self._proposer is not None:
             self._follow(*expire(self._proposer))
         if self._over or (late and self._is_accepting()):
