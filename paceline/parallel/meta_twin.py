@@ -88,9 +88,10 @@ class MetaTwin:
             except ConfigError:
                 raise
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                said = str(error).partition("\n")[0] or type(error).__name__
                 raise ConfigError(
                     f"the model can't run on a batch of shape {x.shape} on the meta device, where "
-                    f"the shapes between its stages are computed: {str(error).splitlines()[0]}; "
+                    f"the shapes between its stages are computed: {said}; "
                     "give a batch that the model takes, and use operations whose results' shapes "
                     "follow from shapes alone."
                 ) from error

@@ -212,6 +212,15 @@ def test_a_model_that_needs_values_is_refused() -> None:
     assert "on the meta device, where the shapes between its stages are computed" in sentence
 
 
+def test_an_error_without_a_text_is_named_by_its_class() -> None:
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    sentence = refused(nn.Sequential(nn.Linear(4, 4), Refuses(), nn.Linear(4, 2)), batch=BATCH)
+    assert "stages are computed: ValueError;" in sentence
+
+
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
     costs = [Cost(3, 1), Cost(1, 1), Cost(1, 1), Cost(4, 1), Cost(1, 9)]
     assert best_cuts(costs, 2) == (3,)
