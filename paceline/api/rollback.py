@@ -105,6 +105,11 @@ class Rollback:
             return False
         return steps.recovery.survives
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether the loop certainly goes back to an earlier step, once a peer is lost."""
+        return self._steps is None or self._in_step or not self._steps.holds_present
+
     def lose(self, error: CommError, *, in_step: bool = False) -> None:
         """Leave a generation that has lost a peer; raise its error where the run can't continue.
 
@@ -153,8 +158,9 @@ class Rollback:
             the loader's next batch goes back to an earlier one.
         """
         self.lose(error)
-        if self._steps is None or self._in_step or not self._steps.holds_present:
+        if self.goes_back:
             return False
+        assert self._steps is not None
         with self._end.exit_on_stop():
             if not self._steps.recovery.go_back(error, unchanged=True):
                 return False

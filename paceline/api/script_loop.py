@@ -130,6 +130,7 @@ class ScriptLoop:
         )
         self._repeats = False  # the active step trains the batch of the last one too
         self._requested_at = (-1, -1)  # the generation and steps done when a save was requested
+        self._run.context.spares = True
 
     @property
     def steps(self) -> Steps | None:
@@ -235,6 +236,7 @@ class ScriptLoop:
         if not self.begun:
             self._models.begin()
         self._models.in_step = True
+        self._run.context.spares = False
         self._models.failed = True
         own = batch_slice.computed
         sums = steps.begin(batch_slice, further=self._repeats)
@@ -259,6 +261,7 @@ class ScriptLoop:
         except BaseException as raised:
             ended = raised
         self._models.in_step = False
+        self._run.context.spares = True
         lost = None if ended is None else self._leave_step(ended)
         if ended is not error and lost is None:
             assert ended is not None

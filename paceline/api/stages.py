@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.world import World, require_world
-from paceline.errors import ConfigError
+from paceline.errors import CommError, ConfigError
 from paceline.parallel.cutting import cut_model
 from paceline.parallel.pipeline import PipelineOptions
 from paceline.parallel.stage import Stage
@@ -111,3 +111,12 @@ class _BoundReplica:
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside."""
         return self.world._loop.require_replica("model.train_batch()").no_sync()
+
+    def lose(self, error: CommError) -> None:
+        """Let the script continue after a loss between two steps, if all of it is undone."""
+        loop = self.world._loop
+        if loop.in_step:
+            raise error
+        loop.lose_between_steps(error)
+        if not loop.rollback.goes_back:
+            raise error

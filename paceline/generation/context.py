@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -43,6 +43,7 @@ _ON_DEVICES = ("gradients", "layers", "buffers", "rows")
 # Of these, what the training thread starts in one order with "steps": it has a communicator of its
 # own only where NCCL connects the ranks.
 _WITH_STEPS = ("gradients", "buffers")
+_OF_REPLICA = ("stage", "tensor")  # axes that divide a replica
 
 
 class Closable(Protocol):
@@ -125,8 +126,11 @@ class GenerationContext:
         self._windows = Counter[str]()  # that have been opened, by purpose
         self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
         self._interrupted = False
-        # Communicators, windows, and what waits for peers besides; their users close and drop them.
-        self._waits: WeakSet[Interruptible] = WeakSet()
+        self._broken = False  # this rank's own replica has lost a rank
+        self._spares = False
+        # Communicators, windows, and what waits for peers besides, by whether the peers are of this
+        # replica alone; their users close and drop them.
+        self._waits: WeakKeyDictionary[Interruptible, bool] = WeakKeyDictionary()
         self._kept: dict[str, Closable] = {}
         self.stage = self.along("stage").rank if "stage" in self.mesh.lengths else 0
 
@@ -218,7 +222,7 @@ class GenerationContext:
             opened = connect(group, name)
             self._groups[key] = opened
             self._communicators.append(opened)
-            self.let_interrupt(opened)
+            self.let_interrupt(opened, axis)
             if axis == "machine":
                 self._begin_sums(opened)
         return self._groups[key]
@@ -247,12 +251,26 @@ class GenerationContext:
         """
         self._kept[purpose] = resource
 
-    def let_interrupt(self, waits: Interruptible) -> None:
-        """Let `interrupt` end further waits of this generation, at once where it was called."""
+    def let_interrupt(self, waits: Interruptible, axis: str = "all") -> None:
+        """Let `interrupt` end further waits of this generation, at once where it was called.
+
+        Args:
+            axis: along which the peers are.
+        """
         with self._interrupting:
-            self._waits.add(waits)
-            if self._interrupted:
-                waits.interrupt()
+            self._waits[waits] = axis in _OF_REPLICA and self.mesh.lengths["data"] > 1
+            self._end_waits()
+
+    @property
+    def spares(self) -> bool:
+        """Whether waits inside this rank's replica outlast the loss of another one."""
+        return self._spares
+
+    @spares.setter
+    def spares(self, on: bool) -> None:
+        with self._interrupting:
+            self._spares = on
+            self._end_waits()
 
     def next_window(self, purpose: str, axis: str = "data") -> str:
         """Return the name of the next window for a purpose, unlike that of any other window."""
@@ -305,17 +323,29 @@ class GenerationContext:
             if traced:
                 self.timeline.follow(number, linked)
         window = TracedWindow(window, number, self.timeline) if traced else window
-        self.let_interrupt(window)
+        self.let_interrupt(window, spec.axis)
         return window
 
-    def interrupt(self) -> None:
-        """End all waits for peers with an error, now and later; may be called from another thread.
+    def interrupt(self, *, broken: bool = False) -> None:
+        """End waits for peers with an error, now and later; may be called from another thread.
 
-        Nothing is released: the thread that communicates gets the error, and then calls `abort`.
+        Those inside this rank's replica last as long as the context spares them. Nothing is
+        released: the thread that communicates gets the error, and then calls `abort`.
+
+        Args:
+            broken: this rank's own replica has lost a rank.
         """
         with self._interrupting:
             self._interrupted = True
-            for waits in self._waits:
+            self._broken |= broken
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        """End the waits that are to end, each once."""
+        spares = self._spares and not self._broken
+        for waits, of_replica in [*self._waits.items()] if self._interrupted else ():
+            if not (spares and of_replica):
+                del self._waits[waits]
                 waits.interrupt()
 
     def close(self) -> None:

@@ -98,9 +98,11 @@ class Run:
         assert following.number > present.number
         assert following.token != present.token
         self.context.abort()
+        spares = self.context.spares
         self.context = self.connector.connect(group, self.membership, self.builder)
         for axis, purpose in self.builder.purposes():
             self.context.group(axis, purpose)
+        self.context.spares = spares
 
     def note(self, note: str | Message, *, shown: bool = True) -> None:
         """Record a note for the user, and show it if it is `shown`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from paceline.errors import CommError
 from paceline.parallel.blocks import Value, tensors_in
 from paceline.parallel.divided_backward import DividedBackward
 from paceline.parallel.link import StageLink
@@ -49,6 +50,13 @@ class GradientSync(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later one outside sends the sums."""
+
+    def lose(self, error: CommError) -> None:
+        """Let what follows an evaluation continue after a loss; it is undone and made again.
+
+        Raises:
+            CommError: the error, where it isn't.
+        """
 
 
 class Interpreter:

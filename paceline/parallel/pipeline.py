@@ -11,6 +11,7 @@ the world has its own link.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from paceline.comm.communicator import gather_states, require_same_call
-from paceline.errors import ConfigError
+from paceline.errors import CommError, ConfigError
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.parallel.blocks import tensors_in
@@ -147,8 +148,17 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
-        """Return the model's output for a batch, on all stages."""
+        """Return the model's output for a batch, on all stages; NaN where a loss undoes it."""
         _require_samples(_EVALUATION, x=x)
+        try:
+            return self._evaluate(part, x)
+        except CommError as error:
+            self.replica.lose(error)
+        whole = self.twin.boundaries(TensorSpec(tuple(x.shape), x.dtype))[-1]
+        lost = [torch.full(one.shape, math.nan, device=x.device).to(one.dtype) for one in whole]
+        return lost[0] if len(lost) == 1 else tuple(lost)
+
+    def _evaluate(self, part: Callable[[Any], Any], x: Tensor) -> Any:
         boundaries = self._boundaries(_EVALUATION, x)
         interpreter = self._interpreter(part, tuple, x, boundaries, ())
         tasks = [Task("forward", m) for m in range(len(boundaries))]

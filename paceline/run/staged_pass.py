@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import Batch
+from paceline.errors import CommError
 from paceline.models.output_check import check_output, explained_errors
 from paceline.observe.score_counter import BATCH_SUMS, add_scores
 from paceline.parallel.stage import Stage
@@ -45,6 +46,10 @@ class StagedPass:
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside."""
         return self.replica.no_sync()
+
+    def lose(self, error: CommError) -> None:
+        """Raise the error: `Steps.run_generations` goes back."""
+        raise error
 
     def loss(self, output: object, labels: Tensor) -> Tensor:
         """Return the mean loss of a microbatch, and add up its scores."""

@@ -44,9 +44,16 @@ LOST = CommError("a peer was lost.")
 
 
 class Interrupted(threading.Event):
-    """Waits of a generation that are over once they are interrupted."""
+    """Waits of a generation that are over once they are interrupted.
 
-    def interrupt(self) -> None:
+    Attributes:
+        broken: the generation is the process's last one.
+    """
+
+    broken = False
+
+    def interrupt(self, *, broken: bool = False) -> None:
+        self.broken |= broken
         self.set()
 
 
@@ -397,6 +404,7 @@ def test_a_member_that_makes_no_progress_is_expelled_after_a_timeout(
     (refused,) = members.next((1,))
     assert isinstance(refused, OutsideWorld)
     assert "expelled" in str(refused)
+    assert [event.broken for event in members.interrupted] == [False, True, False]
     assert members.all[0].may_write()
     assert not members.all[1].may_write()
     with pytest.raises(PeerLost):

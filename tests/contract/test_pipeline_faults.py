@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.config.world import SyncConfig
@@ -21,6 +21,16 @@ OPTIONS = {"microbatches": 4, "cuts": ["1"]}
 
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+class Twice(nn.Module):
+    """Returns its input in two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, -x
+
+
+TWO = nn.Sequential(*MODEL, Twice())
 
 
 class Fails(Exception):
@@ -145,3 +155,24 @@ def test_another_generation_has_a_link_of_its_own() -> None:
     assert len(losses) == 4
     for found in losses.values():
         assert found == pytest.approx([expected], abs=1e-6)
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_an_evaluation_that_is_undone_ends_in_no_number_where_the_other_stage_has_left(
+    tensors: int,
+) -> None:
+    def run(rank: PipelineRank) -> list[Any]:
+        rank.sync.continues = True
+        stage = rank.cut(MODEL if tensors == 1 else TWO, F.cross_entropy, **OPTIONS)
+        found = [stage(X)]
+        if not rank.run.leads:  # it has learned of a loss before
+            rank.run.context.abort()
+        return [*found, stage(X), stage(X[:3])]
+
+    for whole, *lost in on_ranks(run, 2):
+        assert isinstance(whole, Tensor if tensors == 1 else tuple)
+        for output, rows in zip(lost, (8, 3), strict=True):
+            for one in [output] if tensors == 1 else output:
+                assert one.shape == (rows, 2)
+                assert one.isnan().all()
+            assert tensors == 1 or len(output) == 2

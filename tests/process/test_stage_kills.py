@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from paceline.observe.event_file import find_event_files, read_events
-from tests.harness.library.pipeline_kills import EPOCHS, PLACES, whole_alone
+from tests.harness.library.pipeline_kills import EPOCHS, PLACES, UNSEEN_AT, whole_alone
 from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
 from tests.harness.processes.launcher_commands import run
 
@@ -28,9 +28,9 @@ SAMPLES = 50
 _PARTS = ("interrupt", "decide", "restore", "form")  # of a change of the generation
 
 
-def check(folder: Path, member: int, place: int, expected: Mapping[str, Tensor]) -> list[float]:
+def check(folder: Path, expected: Mapping[str, Tensor], *moments: str) -> list[float]:
     """Make a run with a kill; return the seconds of the change in each process."""
-    ended = run("paceline", *SCRIPT, "runs/r", f"{member}:{place}", folder=folder, ranks=RANKS)
+    ended = run("paceline", *SCRIPT, "runs/r", *moments, folder=folder, ranks=RANKS)
     assert ended.status == 0, ended.text
     assert "Traceback" not in ended.text
     assert ended.text.count(". 2 processes continue from ") == 1, ended.text
@@ -51,7 +51,13 @@ def test_the_other_replica_continues_exactly_whenever_a_stage_is_killed(
 ) -> None:
     draw = Random(seed)
     member = draw.randrange(RANKS)
-    assert check(tmp_path, member, draw.randrange(1, PLACES), whole_alone())
+    assert check(tmp_path, whole_alone(), f"{member}:{draw.randrange(1, PLACES)}")
+
+
+def test_the_other_replica_completes_an_evaluation_in_which_it_learns_of_the_loss(
+    tmp_path: Path,
+) -> None:
+    assert check(tmp_path, whole_alone(), f"2:{UNSEEN_AT}", f"3:{UNSEEN_AT}:wait")
 
 
 def main(count: int) -> None:
@@ -62,7 +68,7 @@ def main(count: int) -> None:
         for number in range(count):
             place = Random(f"{member} {number}").randrange(1, PLACES)
             with tempfile.TemporaryDirectory() as name:
-                seconds = check(Path(name), member, place, expected)
+                seconds = check(Path(name), expected, f"{member}:{place}")
             everything += seconds
             each = ", ".join(f"{one:.2f}" for one in seconds)
             print(f"member {member} at its place {place}: {each} s", flush=True)

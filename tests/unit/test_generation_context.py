@@ -178,11 +178,52 @@ def test_a_later_generation_without_a_number_and_a_token_of_its_own_is_a_bug(
 class Interruptible(SingleRankCommunicator):
     """Communicator of one rank that notes that it was interrupted."""
 
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+    def __init__(self, notes: list[str], purpose: str = "interrupted") -> None:
+        self._notes, self._purpose = notes, purpose
 
     def interrupt(self) -> None:
-        self._notes.append("interrupted")
+        self._notes.append(self._purpose)
+
+
+@pytest.mark.parametrize("ended_by", ["a step", "a loss in this replica"])
+def test_between_steps_waits_inside_a_replica_outlast_the_loss_of_another_one(
+    ended_by: str,
+) -> None:
+    notes: list[str] = []
+
+    def connect(group: Group, purpose: str) -> Interruptible:
+        return Interruptible(notes, purpose)
+
+    cpu, world = torch.device("cpu"), world_of((4,), rank=2)
+    mesh = Mesh(machines=(0, 0, 0, 0), axes=(("stage", 2), ("data", 2)))
+    context = open_context(world, connect, device=cpu, limits=(5.0, 5.0), mesh=mesh)
+    for axis in ("stage", "data"):
+        context.group(axis, "layers")
+    context.spares = True
+    context.interrupt()
+    assert notes == ["steps", "data/2/layers"]
+    context.group("stage", "rows")  # opens between steps, too
+    assert len(notes) == 2
+    if ended_by == "a step":
+        context.spares = False
+    else:
+        context.interrupt(broken=True)
+    assert notes[2:] == ["stage/0/layers", "stage/0/rows"]
+    context.interrupt()
+    assert len(notes) == 4
+
+
+def test_a_replica_that_is_the_only_one_ends_all_waits_at_once() -> None:
+    notes: list[str] = []
+    cpu, world = torch.device("cpu"), world_of((2,), rank=1)
+    mesh = Mesh(machines=(0, 0), axes=(("stage", 2), ("data", 1)))
+    context = open_context(
+        world, lambda *_: Interruptible(notes), device=cpu, limits=(5.0, 5.0), mesh=mesh
+    )
+    context.group("stage", "layers")
+    context.spares = True
+    context.interrupt()
+    assert notes == ["interrupted"] * 2
 
 
 def test_what_opens_after_an_interrupt_is_interrupted_too() -> None:

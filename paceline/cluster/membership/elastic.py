@@ -26,7 +26,12 @@ from paceline.cluster.membership.control_line.frame_kinds import (
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
 from paceline.cluster.membership.machine_acceptor import MachineAcceptor
-from paceline.cluster.membership.protocol import FrameHandler, Interruptible, Membership, Successor
+from paceline.cluster.membership.protocol import (
+    FrameHandler,
+    InterruptibleGeneration,
+    Membership,
+    Successor,
+)
 from paceline.cluster.membership.snapshot_name import SnapshotName
 from paceline.cluster.membership.static import StaticMembership, connect_members
 from paceline.cluster.membership.voting.messages import Held
@@ -184,7 +189,7 @@ class ElasticMembership:
         self.activities = voter.activities
         self.frames = self
 
-    def enter(self, group: Group, waits: Interruptible) -> Store:
+    def enter(self, group: Group, waits: InterruptibleGeneration) -> Store:
         """Return a generation's store, as `Membership.enter`; that of the first is the start's.
 
         Raises:

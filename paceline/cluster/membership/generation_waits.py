@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.control_store import ControlStore, ControlStores
 from paceline.cluster.membership.generation import Generation, Member
-from paceline.cluster.membership.protocol import Interruptible
+from paceline.cluster.membership.protocol import InterruptibleGeneration
 from paceline.errors import CommError, PeerLost
 
 
@@ -73,11 +73,11 @@ class GenerationWaits:
         self._changed = threading.Condition()  # guards all that follows
         self._changes: dict[str, Change] = {}  # by the id of the generation that ended
         self._failure: CommError | None = None
-        self._waits: dict[str, Interruptible] = {}
+        self._waits: dict[str, InterruptibleGeneration] = {}
         self._interrupted: set[str] = set()
         self._store: tuple[str, ControlStore] | None = None
 
-    def attach(self, generation: Generation, waits: Interruptible) -> None:
+    def attach(self, generation: Generation, waits: InterruptibleGeneration) -> None:
         """Interrupt the waits of a generation once it can't continue; at once, if it can't now."""
         with self._changed:
             # The generation before has no waits left: its
@@ -101,16 +101,21 @@ class GenerationWaits:
                     store.close()
             return self._store[1]
 
-    def interrupt(self, generation: Generation) -> None:
-        """End all waits of a generation, once."""
+    def interrupt(self, generation: Generation, *, broken: bool = False) -> None:
+        """End the waits of a generation, once.
+
+        Args:
+            broken: this process has no further generation. The waits of an earlier one end, too,
+                if it hasn't left that yet.
+        """
         with self._changed:
-            if generation.id in self._interrupted:
+            if generation.id in self._interrupted and not broken:
                 return
             self._interrupted.add(generation.id)
-            waits = self._waits.get(generation.id)
+            ending = [one for id, one in self._waits.items() if broken or id == generation.id]
             store = self._store
-        if waits is not None:
-            waits.interrupt()
+        for waits in ending:
+            waits.interrupt(broken=broken)
         if store is not None and store[0] == generation.id:
             store[1].close()
 

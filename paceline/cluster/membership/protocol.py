@@ -53,6 +53,18 @@ class Interruptible(Protocol):
         """End all waits, now and later; from any thread."""
 
 
+class InterruptibleGeneration(Protocol):
+    """Protocol of all waits for peers in a generation, which another thread ends."""
+
+    def interrupt(self, *, broken: bool = False) -> None:
+        """End waits, now and later; from any thread.
+
+        Args:
+            broken: this process has no further generation, as where its replica of the model is not
+                whole any more. Otherwise waits inside the replica may continue.
+        """
+
+
 class FrameHandler(Protocol):
     """Protocol of what handles the frames that other members send."""
 
@@ -103,7 +115,7 @@ class Membership(Protocol):
     def frames(self) -> Frames:
         """What carries further frames between the members."""
 
-    def enter(self, group: Group, waits: Interruptible) -> Store:
+    def enter(self, group: Group, waits: InterruptibleGeneration) -> Store:
         """Return a generation's store, once all its members have come; collective.
 
         Args:

@@ -19,7 +19,7 @@ from paceline.cluster.membership.control_line.frame_kinds import ACTIVITY, contr
 from paceline.cluster.membership.control_line.line import ControlLine
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Generation, Group, Member
-from paceline.cluster.membership.protocol import FrameHandler, Interruptible, Successor
+from paceline.cluster.membership.protocol import FrameHandler, InterruptibleGeneration, Successor
 from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.stores.failure_report import FailureReport
 from paceline.cluster.stores.waiting import await_keys
@@ -48,7 +48,7 @@ class StaticMembership:
         self.activities = activities
         self.frames = self
 
-    def enter(self, group: Group, waits: Interruptible) -> Store:
+    def enter(self, group: Group, waits: InterruptibleGeneration) -> Store:
         """Return the store of the start."""
         return self._store
 

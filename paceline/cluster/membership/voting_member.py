@@ -388,7 +388,7 @@ class VotingMember:
         """End the wait of the training thread with an error."""
         self._lease.end()
         self.waits.fail(error)
-        self.waits.interrupt(self._generation)
+        self.waits.interrupt(self._generation, broken=True)
 
     def _judge(self) -> None:
         """Judge, again and again."""
@@ -527,10 +527,10 @@ class VotingMember:
         if self._vote is not None:
             self._vote.end()
             self._vote = None
+        remaining = {member.id for member in value.members}
         # The outcome may be the first that this member
         # learns of the vote; its waits still last then.
-        self.waits.interrupt(ended)
-        remaining = {member.id for member in value.members}
+        self.waits.interrupt(ended, broken=self._member.id not in remaining)
         lost = tuple(member for member in ended.members if member.id not in remaining)
         for member in lost:
             self.line.call_later(_FORGET_S, partial(self.line.forget, member.id))

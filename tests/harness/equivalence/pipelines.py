@@ -22,6 +22,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
 from paceline.config.world import SyncConfig
+from paceline.errors import CommError
 from paceline.generation.context import GenerationContext, WindowSpec
 from paceline.generation.mesh import Mesh
 from paceline.generation.run import Run
@@ -80,7 +81,7 @@ class ThreadContext(GenerationContext):
         self._number += 1
         key = (purpose, self._number)
         opened = self._connections.window(self.along(spec.axis), key, size, notifications)
-        self.let_interrupt(opened)
+        self.let_interrupt(opened, spec.axis)
         return opened
 
 
@@ -89,9 +90,15 @@ class BoundLater:
     """Replica of a stage's gradients: the one that a test binds later."""
 
     replica: Replica | None = None
+    continues: bool = False  # after a loss in an evaluation
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replica is None else self.replica.no_sync()
+
+    def lose(self, error: CommError) -> None:
+        """Raise the error, or let it be, as a test wants."""
+        if not self.continues:
+            raise error
 
 
 @dataclass

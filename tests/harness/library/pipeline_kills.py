@@ -1,14 +1,17 @@
 """A pipeline of two stages whose processes kill themselves, each after so many of its places.
 
-    python -m tests.harness.library.pipeline_kills RUN [MEMBER:PLACE …]
+    python -m tests.harness.library.pipeline_kills RUN [MEMBER:PLACE …] [MEMBER:PLACE:wait …]
 
 A place is before a step, in each microbatch's forward and backward, before and after the update,
-and between two epochs; those of a process are counted from 1. A process that reaches the end saves
-the whole model's weights in a file named by its process id.
+in each microbatch of an evaluation after the step, and of one between two epochs, and behind that;
+those of a process are counted from 1. At some places a process waits until a loss is known
+instead. A process that reaches the end has evaluated as plain torch
+does, and saves the whole model's weights in a file named by its process id.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -21,13 +24,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.api.world import World
 from tests.harness.library.small_training import BATCH, SEED, samples, sgd, trained_alone
+from tests.harness.processes.run_folders import wait_until
 
 EPOCHS = 3
 STAGES = 2
 MICROBATCHES = 2
 # Of a process without a loss: the last of an epoch's 5 batches has one sample a replica.
-PLACES = EPOCHS * (4 * (3 + 2 * MICROBATCHES) + 3 + 2 + 1)
+UNSEEN_AT = 4 * (3 + 3 * MICROBATCHES) + 3 + 3 + 1  # the first place of an epoch's evaluation
+PLACES = EPOCHS * (UNSEEN_AT + MICROBATCHES)
 
 
 def whole() -> nn.Sequential:
@@ -44,24 +50,30 @@ def whole_alone() -> dict[str, Tensor]:
 
 
 class Killer:
-    """Kills this process at a place, if that is its moment."""
+    """Kills this process at a place, if that is its moment, or lets it wait there."""
 
-    def __init__(self, member: int, moments: Sequence[str]) -> None:
-        places = dict(tuple(map(int, moment.split(":"))) for moment in moments)
-        self._left = places.get(member, -1)
+    def __init__(self, world: World, moments: Sequence[str]) -> None:
+        self._world = world
+        self._member = world.rank
+        self._moments = moments
+        self._passed = 0
 
     def pass_place(self, *_: Any) -> None:
         """Count a place; a hook's arguments don't matter."""
-        self._left -= 1
-        if self._left == 0:
+        self._passed += 1
+        moment = f"{self._member}:{self._passed}"
+        if moment in self._moments:
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"{moment}:wait" in self._moments:
+            context = self._world._run.context
+            wait_until(lambda: context._interrupted, limit=60)
 
 
 def main() -> None:
     """Train as one process of the world."""
     run, *moments = sys.argv[1:]
     with paceline.join(run, seed=SEED, timeout=30, mesh={"stage": STAGES}) as world:
-        killer = Killer(world.rank, moments)
+        killer = Killer(world, moments)
         model = paceline.stages(
             whole(), world, loss=F.cross_entropy, microbatches=MICROBATCHES, cuts=["2"]
         )
@@ -71,6 +83,8 @@ def main() -> None:
         optimizer = sgd(model)
         paceline.parallelize(model, optimizer, world, sync="notified", bucket_mb=1e-4)
         loader = paceline.loader(samples(), BATCH, world)
+        unseen = paceline.loader(samples(BATCH), BATCH, world, train=False)
+        meter = world.meter("loss")
         for _ in range(loader.epoch, EPOCHS):
             for x, y in loader:
                 killer.pass_place()
@@ -80,8 +94,19 @@ def main() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                     killer.pass_place()
+                with torch.no_grad():
+                    model(x)
+            model.eval()
+            for x, y in world.evaluation(unseen):
+                meter.add(loss=F.cross_entropy(model(x), y, reduction="sum"))
+            model.train()
             killer.pass_place()
-        torch.save(model.whole_state_dict(), f"weights.{os.getpid()}.pt")
+        alone = whole()
+        alone.load_state_dict(model.whole_state_dict())
+        x, y = samples(BATCH)[:]
+        expected = F.cross_entropy(alone(x), y, reduction="sum").item()
+        assert math.isclose(meter.sums()["loss"], expected, rel_tol=1e-9)
+        torch.save(alone.state_dict(), f"weights.{os.getpid()}.pt")
 
 
 if __name__ == "__main__":
