@@ -18,13 +18,20 @@ from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.processes.bad_inputs import no_process_left
 from tests.harness.processes.command import Command, all_end, run
 from tests.harness.processes.fork_server import environment_of
-from tests.harness.processes.run_folders import losses, wait_until, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    hold,
+    losses,
+    release,
+    wait_until,
+    wait_until_step,
+    write_net,
+)
 
 STEPS = 24  # of two epochs; the last batch of each is short
 TRAIN = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
     *("--augment", "none", "--num_labels", "3", "--batch_size", "6", "--num_epochs", "2"),
-    *("--model", "net:slow", "--num_workers", "2", "--checkpoint_steps", "2"),
+    *("--model", "net:plain", "--num_workers", "2", "--checkpoint_steps", "2"),
     *("--sync", "average", "--average_every", "5", "--fragments", "2", "--outer", "diloco"),
 )
 SERVED = ("--average_through", "server")
@@ -33,13 +40,7 @@ SERVED = ("--average_through", "server")
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     write_net(tmp_path)
-    speed(tmp_path, 1)
     return tmp_path
-
-
-def speed(folder: Path, factor: int) -> None:
-    """Let a step take about 3 ms times `factor`."""
-    (folder / "slow").write_text(f"0 {factor}")
 
 
 def weights(folder: Path) -> Mapping[str, Tensor]:
@@ -65,7 +66,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name_and_the_run_resumes(
 ) -> None:
     plain = run(*TRAIN, "--run_id", "plain", folder=here)
     assert plain.status == 0, plain.text
-    speed(here, 30)
+    hold(here, 14, 0.5)
     command = Command(*TRAIN, *SERVED, "--run_id", "served", folder=here)
     wait_until_step(here / "runs" / "served", 12, generation=0)
     family, (server,) = command.family(), server_of(command)
@@ -76,7 +77,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name_and_the_run_resumes(
     assert "was killed by SIGKILL" in ended.text
     assert "the run has lost the averaging server on " in ended.text
     assert all_end(family)
-    speed(here, 1)
+    release(here)
     for through in (SERVED, ()):  # the second finds the run finished
         again = run(*TRAIN, *through, "--run_id", "served", folder=here)
         assert again.status == 0, again.text
@@ -94,7 +95,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name_and_the_run_resumes(
 def test_a_server_apart_is_the_runs_only_one_and_its_end_ends_the_run(here: Path) -> None:
     (here / "meet").mkdir()
     meet = ("--run_id", "apart", "--file_store_path", "meet")
-    speed(here, 30)
+    hold(here, 10, 0.5)
     with no_process_left() as environment:
         start = partial(Command, folder=here, environment=environment)
         server = start("serve", *meet)
@@ -112,7 +113,7 @@ def test_a_server_apart_is_the_runs_only_one_and_its_end_ends_the_run(here: Path
         assert f"(process {server.pid})" in ended.text
         assert ended.status == 1, ended.text
     wait_until(lambda: not any((here / "meet").iterdir()))
-    speed(here, 1)
+    release(here)
     again = run(*TRAIN, "--run_id", "apart", folder=here)
     assert again.status == 0, again.text
     assert sorted(losses(here / "runs" / "apart")) == list(range(STEPS))

@@ -7,7 +7,13 @@ from pathlib import Path
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.equivalence.snapshot_ranks import first_difference
 from tests.harness.processes.command import Command, rows_of, run
-from tests.harness.processes.run_folders import events, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    events,
+    hold,
+    release,
+    wait_until_step,
+    write_net,
+)
 
 EPOCHS, STEPS = 8, 4
 WORDS = (
@@ -34,10 +40,12 @@ def test_patience_ends_a_killed_run_where_it_ends_an_undisturbed_one(tmp_path: P
 
     folder = tmp_path / "runs/r"
     patient = (*WORDS, "--run_id", "r", "--patience", "1")
+    hold(tmp_path, STEPS * last - 1)
     killed = Command(*patient, folder=tmp_path)
     wait_until_step(folder, STEPS * (last - 1) + 1, 0)
     killed.kill_all()
     killed.wait()
+    release(tmp_path)
     ended = run(*patient, folder=tmp_path)
     assert ended.status == 0, ended.text
     assert ended.text.count(f"The run ends after {last} epochs: {reason}") == 1

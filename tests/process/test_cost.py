@@ -16,9 +16,15 @@ from paceline.observe.cost.cost import Cost
 from paceline.observe.last_state import last_state
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.processes.command import Command, kill, run
-from tests.harness.processes.run_folders import events, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    events,
+    hold,
+    release,
+    wait_until_step,
+    write_net,
+)
 
-EPOCHS, STEPS = 50, 4
+EPOCHS, STEPS = 10, 4
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "24", "--image_size", "32"),
     *("--augment", "none", "--num_labels", "3", "--batch_size", "6", "--model", "net:plain"),
@@ -42,18 +48,20 @@ def test_the_cost_is_that_of_all_starts_and_of_a_killed_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_net(tmp_path)
+    hold(tmp_path, 4 * STEPS, 0.5)
     folder = tmp_path / "runs/r"
     command = Command(*WORDS, "--run_id", "r", "--num_epochs", str(EPOCHS), folder=tmp_path)
     wait_until_step(folder, STEPS, 0)
     (record,) = folder.glob("members/*-1.json")
     kill(psutil.Process(json.loads(record.read_text())["process"]["pid"]))
     wait_until_step(folder, 3 * STEPS, 1)
-    least = used(command)
     began = time.monotonic()
+    least = used(command)
     command.send(signal.SIGTERM)
     ended = command.wait()
     most = least + (os.cpu_count() or 1) * (time.monotonic() - began)
     assert ended.status == 143, ended.text
+    release(tmp_path)
     first = cost_of(folder)
     assert least <= 3600 * first.processor_hours <= most
     ended = run(*WORDS, "--run_id", "r", "--num_epochs", str(EPOCHS), folder=tmp_path)

@@ -15,6 +15,8 @@ from tests.harness.processes.run_folders import (
     complete_lines,
     event_files,
     events,
+    hold,
+    release,
     wait_until_step,
     write_net,
 )
@@ -30,6 +32,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_net(tmp_path)
+    hold(tmp_path, 18)
     words = (*WORDS, "--num_labels", "3", "--num_epochs", "3", "--checkpoint_steps", "4")
     command = Command(*words, "--num_workers", "2", folder=tmp_path)
     wait_until_step(tmp_path / "runs" / "r", 15, generation=0)
@@ -38,6 +41,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     command.send(signal.SIGKILL)
     command.wait()
     assert all_end(family)
+    release(tmp_path)
     assert ledger(["r"]) == 0
     capsys.readouterr()
 

@@ -11,7 +11,14 @@ from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.processes.command import Command, rows_of
 from tests.harness.processes.fork_server import environment_of
-from tests.harness.processes.run_folders import event_files, events, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    event_files,
+    events,
+    hold,
+    release,
+    wait_until_step,
+    write_net,
+)
 
 STEPS, EPOCHS = 12, 3
 TRAIN = (
@@ -24,6 +31,7 @@ TRAIN = (
 
 def test_the_next_rank_0_writes_what_the_killed_one_wrote(tmp_path: Path) -> None:
     write_net(tmp_path)
+    hold(tmp_path, STEPS + 5)
     run = tmp_path / "runs" / "r"
     command = Command(*TRAIN, folder=tmp_path)
     wait_until_step(run, STEPS + 2, 0)
@@ -33,6 +41,7 @@ def test_the_next_rank_0_writes_what_the_killed_one_wrote(tmp_path: Path) -> Non
         if json.loads(environment_of(one)[WORKER_VARIABLE])["local_rank"] == 0
     )
     leader.kill()
+    release(tmp_path)
     ended = command.wait()
     assert ended.status == 0, ended.text
     assert [int(row["epoch"]) for row in rows_of(run)] == list(range(EPOCHS))

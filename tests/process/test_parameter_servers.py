@@ -22,13 +22,20 @@ from tests.harness.processes.fault_runs import (
     proof_of,
     requires_exact,
 )
-from tests.harness.processes.run_folders import losses, wait_until, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    hold,
+    losses,
+    release,
+    wait_until,
+    wait_until_step,
+    write_net,
+)
 
 SERVED = ("--sync", "server", "--num_servers", "2", "--bucket_mb", "0.01")
 TRAIN = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
     *("--augment", "none", "--num_labels", "3", "--batch_size", "6", "--num_epochs", "2"),
-    *("--model", "net:slow", "--num_workers", "2", "--checkpoint_steps", "2"),
+    *("--model", "net:plain", "--num_workers", "2", "--checkpoint_steps", "2"),
 )
 STEPS = 24  # of two epochs; the last batch of each is short
 ROOT = Path(__file__).parents[2]
@@ -153,12 +160,12 @@ def test_a_run_of_which_all_processes_are_killed_resumes(
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     write_net(tmp_path)
-    (tmp_path / "slow").write_text("0 30")  # a step takes about 0.1 s
     return tmp_path
 
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_saves_the_state_and_no_process_is_left(here: Path) -> None:
+    hold(here, 8, 0.5)
     command = Command(*TRAIN, *SERVED, "--run_id", "r", folder=here)
     wait_until_step(here / "runs" / "r", 6, generation=0)
     family = command.family()
@@ -167,7 +174,7 @@ def test_ctrl_c_saves_the_state_and_no_process_is_left(here: Path) -> None:
     assert ended.status == 130, ended.text
     assert " is saved in runs/r, and the same command resumes it." in ended.text
     assert all_end(family)
-    (here / "slow").write_text("0 1")
+    release(here)
     again = run(*TRAIN, *SERVED, "--run_id", "r", folder=here)
     assert again.status == 0, again.text
     assert sorted(losses(here / "runs" / "r")) == list(range(STEPS))
@@ -176,7 +183,7 @@ def test_ctrl_c_saves_the_state_and_no_process_is_left(here: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_servers_that_a_user_starts_end_with_the_run(here: Path) -> None:
-    (here / "slow").write_text("0 10")
+    hold(here, 2)
     (here / "meet").mkdir()
     meet = ("--run_id", "apart", "--file_store_path", "meet")
     with no_process_left() as environment:
@@ -189,6 +196,7 @@ def test_servers_that_a_user_starts_end_with_the_run(here: Path) -> None:
         third = start("serve", *meet).wait()
         assert third.status == 2, third.text
         assert "Run 'apart' has 2 servers already, the parameter server on " in third.text
+        release(here)
         ended = training.wait()
         assert ended.status == 0, ended.text
         for server in servers:

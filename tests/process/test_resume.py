@@ -25,7 +25,9 @@ from tests.harness.processes.command import Command, all_end, kill, rows_of, run
 from tests.harness.processes.fork_server import environment_of
 from tests.harness.processes.run_folders import (
     events,
+    hold,
     losses,
+    release,
     wait_until,
     wait_until_step,
     write_net,
@@ -112,9 +114,10 @@ def resume_after(kills: int, words: tuple[str, ...], here: Path) -> None:
     folder = here / "runs" / "r"
     for _ in range(kills):
         before = len(events(folder))
+        asked = moments.randrange(0, 6)
+        hold(here, asked + 4)
         command = Command(*words, folder=here)
         wait_until(partial(started, command))
-        asked = moments.randrange(0, 6)
         wait_until(partial(trained, folder, before, asked))
         family = command.family()
         moments.shuffle(family)
@@ -122,6 +125,7 @@ def resume_after(kills: int, words: tuple[str, ...], here: Path) -> None:
         command.send(signal.SIGKILL)
         command.wait()
         assert all_end(family)
+    release(here)
     ended = run(*words, folder=here)
     assert ended.status == 0, ended.text
 
@@ -169,8 +173,10 @@ def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
     told = here / "out0" / "run"
     for _ in range(2):
         before = len(events(told))
+        asked = moments.randrange(1, 9)
+        hold(here, asked + 4)
         machines = on_two_machines(here, "run")
-        wait_until(partial(trained, told, before, moments.randrange(1, 9)), limit=150)
+        wait_until(partial(trained, told, before, asked), limit=150)
         killed = [process for machine in machines for process in machine.family()]
         moments.shuffle(killed)
         kill(*killed)
@@ -178,6 +184,7 @@ def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
             machine.send(signal.SIGKILL)
             machine.wait()
         assert all_end(killed)
+    release(here)
     ended = [machine.wait() for machine in on_two_machines(here, "run")]
     assert [end.status for end in ended] == [0, 0], ended
     expected = losses(here / "out0" / "whole")
@@ -227,12 +234,14 @@ def test_other_numbers_of_workers_train_the_same_curve(
     here: Path, plain: Path, sync: str, starts: list[tuple[int, int]]
 ) -> None:
     whole = curve(plain)
+    hold(here, 8, 0.5)
     for generation, (workers, step) in enumerate(starts):
         command = Command(*train("plain", "--sync", sync, workers=workers), folder=here)
         wait_until_step(here / "runs" / "r", step, generation)
         command.send(signal.SIGTERM)
         ended = command.wait()
         assert ended.status == 143, ended.text
+    release(here)
     ended = run(*train("plain", "--sync", sync, workers=4), folder=here)
     assert ended.status == 0, ended.text
     told = losses(here / "runs" / "r")

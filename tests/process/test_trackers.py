@@ -10,7 +10,14 @@ import pytest
 
 from tests.harness.library.tracked_runs import curves, tensorboard_of
 from tests.harness.processes.command import Command, run
-from tests.harness.processes.run_folders import events, losses, wait_until, write_net
+from tests.harness.processes.run_folders import (
+    events,
+    hold,
+    losses,
+    release,
+    wait_until,
+    write_net,
+)
 
 EPOCHS, STEPS = 3, 10
 WORDS = (
@@ -30,6 +37,7 @@ def trained(folder: Path, steps: int) -> bool:
 
 def test_a_stopped_and_resumed_run_has_one_value_a_step(tmp_path: Path) -> None:
     write_net(tmp_path)
+    hold(tmp_path, 16, 0.5)
     folder = tmp_path / "runs/r"
     command = Command(*WORDS, folder=tmp_path)
     wait_until(partial(trained, folder, 12))
@@ -37,6 +45,7 @@ def test_a_stopped_and_resumed_run_has_one_value_a_step(tmp_path: Path) -> None:
     stopped = command.wait()
     assert stopped.status == 130, stopped.text
     assert "weren't all sent" not in stopped.text
+    release(tmp_path)
     ended = run(*WORDS, folder=tmp_path)
     assert ended.status == 0, ended.text
     assert "tensorboard shows this run in runs/r/tensorboard." in ended.text

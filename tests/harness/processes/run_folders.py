@@ -13,23 +13,36 @@ NET = '''
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
 
 class Net(nn.Module):
-    """A net in float64 without batch statistics."""
+    """A net in float64 without batch statistics, which takes long while `hold` says so."""
 
     def __init__(self, num_labels, dropout):
         super().__init__()
+        self.trained = 0
         self.body = nn.Sequential(
             nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Dropout(dropout),
             nn.Linear(4 * 15 * 15, num_labels),
         ).double()
 
     def forward(self, images):
+        self.hold()
         return self.body(images.double())
+
+    def hold(self):
+        self.trained += self.training
+        held = Path(__file__).with_name("held")
+        with suppress(FileNotFoundError):
+            passes, seconds = map(float, held.read_text().split())
+            end = time.monotonic() + seconds
+            while self.training and self.trained > passes and time.monotonic() < end:
+                os.stat(held)
+                time.sleep(0.01)
 
 
 def plain(num_labels):
@@ -44,6 +57,7 @@ class Single(Net):
     """The same in float32."""
 
     def forward(self, images):
+        self.hold()
         return self.body(images)
 
 
@@ -85,6 +99,24 @@ def turns(num_labels):
 def write_net(folder: Path) -> None:
     """Write a user's model into a folder."""
     (folder / "net.py").write_text(NET)
+
+
+def hold(folder: Path, passes: int, seconds: float = 1000.0) -> None:
+    """Let each training pass of the model take long, in each process after so many of them.
+
+    A run whose processes are killed or stopped meanwhile hasn't ended before, however long the
+    test's process doesn't run.
+
+    Args:
+        folder: that of the model.
+        seconds: how long, unless `release` ends it.
+    """
+    (folder / "held").write_text(f"{passes} {seconds}")
+
+
+def release(folder: Path) -> None:
+    """Let no pass take long any more."""
+    (folder / "held").unlink()
 
 
 def events(run: Path, rank: int = 0) -> list[dict[str, Any]]:
