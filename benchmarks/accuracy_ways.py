@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from place import Place, join_gloo, meet, nothing, run_of
+from rank_setup import RankSetup, join_gloo, nothing, open_store, run_of
 from ranks import keep_to_own_cores, listen
 from table import method_of
 from torch import Tensor, nn
@@ -75,8 +75,8 @@ PACELINE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
-    """Setting of a rank: its place, its row in `rows`, and the work.
+class Setting(RankSetup):
+    """Setting of a rank: where it runs, its row in `rows`, and the work.
 
     Attributes:
         model: a key of MODELS.
@@ -210,7 +210,7 @@ def make(setting: Setting, training: Training) -> Way:
     if method in PACELINE:
         return _paceline(setting, training, method)
     number = float(setting.row.partition(":")[2])
-    join_gloo(setting, meet(setting, "gloo"))
+    join_gloo(setting, open_store(setting, "gloo"))
     with warnings.catch_warnings():  # 2.13 has a new name for broadcast_buffers, 2.11 hasn't
         warnings.simplefilter("ignore", FutureWarning)
         model = DistributedDataParallel(
@@ -250,7 +250,7 @@ def _post_local(
 def _paceline(setting: Setting, training: Training, method: str) -> Way:
     sync, wire = PACELINE[method]
     config = SyncConfig(sync=sync, wire=wire)
-    run = run_of(setting, meet(setting, "paceline"))
+    run = run_of(setting, open_store(setting, "paceline"))
     average = average_of(setting.row)
     if average is None:
         replica = replicate(training.model, training.optimizer, run, config)
@@ -278,7 +278,7 @@ def train(setting: Setting) -> list[int]:
     """Train to the end; return the images right of this rank's test images, by evaluation."""
     training = Training(setting)
     way = make(setting, training)
-    store, right = meet(setting, "evaluations"), []
+    store, right = open_store(setting, "evaluations"), []
     for step in range(training.steps):
         way.step(*training.batch(step))
         training.rate.step()
@@ -397,11 +397,11 @@ def main() -> None:
     keep_to_own_cores(setting.rank, setting.ranks)
     torch.set_num_threads(1)
     keep_freed_memory()
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(told,), daemon=True).start()
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(commands,), daemon=True).start()
     print("ready", flush=True)
     while True:
-        what, *numbers = told.get().split()
+        what, *numbers = commands.get().split()
         answer = train(setting) if what == "train" else measure(setting, int(numbers[0]))
         print(json.dumps(answer), flush=True)
 

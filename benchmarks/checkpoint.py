@@ -27,7 +27,7 @@ from statistics import median
 import torch
 from command_line import Options, run_script
 from links import LOOPBACK, connect
-from place import meet
+from rank_setup import open_store
 from ranks import Ranks, start
 from rounds import Interval, median_of
 from variants import Setting, Training, bind
@@ -50,7 +50,7 @@ MINUTE = 60  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(Setting):
-    """What a rank is told; `folder` is where checkpoints go."""
+    """Setting of a rank; `folder` is where checkpoints go."""
 
     folder: str
 
@@ -99,11 +99,13 @@ def measure(ranks: Ranks, files: int, steps: int) -> Spans:
 
 
 def serve(setting: Saving) -> None:
-    """Be a rank: "step" or "save" as told; answer the seconds, and the files written so far."""
+    """Be a rank: at a line "step" or "save", print the seconds, and the files written so far."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
     training = Training(setting)
-    replica = bind(training, setting, meet(setting, "checkpoint"), SyncConfig(sync="allreduce"))
+    replica = bind(
+        training, setting, open_store(setting, "checkpoint"), SyncConfig(sync="allreduce")
+    )
     objects = StateObjects(model=training.model, optimizer=training.optimizer)
     writer = CheckpointWriter(
         Checkpoints(Path(setting.folder), keep=1), constant={}, membership=StaticMembership()
@@ -129,8 +131,8 @@ def serve(setting: Saving) -> None:
 
     step()
     print("ready", flush=True)
-    for told in sys.stdin:
-        seconds = timed({"step": step, "save": save}[told.strip()])
+    for command in sys.stdin:
+        seconds = timed({"step": step, "save": save}[command.strip()])
         print(seconds, writer.published.qsize(), flush=True)
 
 

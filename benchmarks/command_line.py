@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from children import adopt_orphans, kill_descendants
 from links import LinkError
 
 
@@ -46,6 +48,8 @@ def run_script(
 ) -> None:
     """Run a benchmark's script, and end with its status; Ctrl-C is status 130, without a traceback.
 
+    SIGTERM is status 143. After both, and after an error, no process is left that it has started.
+
     Args:
         main: what a user starts.
         rank: what a process does that `main` has started, with its work as a JSON object in place
@@ -55,7 +59,14 @@ def run_script(
         if rank is not None and sys.argv[1:] and sys.argv[1].startswith("{"):
             rank(json.loads(sys.argv[1]))
             return
-        sys.exit(main())
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        adopt_orphans()
+        try:
+            status = main()
+        except BaseException:  # a signal's, too
+            kill_descendants()
+            raise
+        sys.exit(status)
     except LinkError as error:
         sys.exit(f"no such link here: {error}.")
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from place import Place, Variant, join_gloo, meet, nothing, run_of
+from rank_setup import RankSetup, Variant, join_gloo, nothing, open_store, run_of
 from ranks import serve
 from stream import Stream
 from table import method_of, size_of
@@ -36,8 +36,8 @@ ITEM = 4  # bytes of a value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
-    """What a rank is told: its place, and how many values it has."""
+class Setting(RankSetup):
+    """Setting of a rank: where it runs, and how many values it has."""
 
     numel: int
 
@@ -55,7 +55,7 @@ class Summands:
         bucket_mb, connections = size_of(row)
         size = round(bucket_mb * 2**20) // ITEM if bucket_mb else None
         more = {"connections": connections} if connections > 1 else {}
-        return MAKERS[method_of(row)](self, meet(self.setting, row), size, **more)
+        return MAKERS[method_of(row)](self, open_store(self.setting, row), size, **more)
 
 
 def seeded(rank: int) -> torch.Generator:
@@ -73,7 +73,7 @@ def line(summands: Summands, store: Store, size: int | None) -> Variant:
     setting = summands.setting
     if setting.local_rank:
         return Variant(step=nothing, finish=nothing, result=list)
-    machines = len(setting.company)
+    machines = len(setting.ranks_by_address)
     stream = Stream(
         store,
         rank=setting.machine,
@@ -135,5 +135,5 @@ MAKERS: dict[str, Callable[..., Variant]] = {
 }
 
 if __name__ == "__main__":
-    place = Setting(**json.loads(sys.argv[1]))
-    serve(place.rows, Summands(place).make)
+    setting = Setting(**json.loads(sys.argv[1]))
+    serve(setting.rows, Summands(setting).make)

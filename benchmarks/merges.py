@@ -31,7 +31,7 @@ from accuracy_ways import MODELS, PACELINE
 from command_line import Options, run_script
 from exchanges import ITEM, ideal_bytes
 from links import connect, switch
-from place import Place, Variant, meet, nothing, run_of
+from rank_setup import RankSetup, Variant, nothing, open_store, run_of
 from ranks import keep_to_own_cores, serve, start
 from rounds import interleaved, median_of, paired_ratio
 from stream import Stream
@@ -50,8 +50,8 @@ LINE, MERGE = "line", "merge"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
-    """Setting of a rank: its place, and its work.
+class Setting(RankSetup):
+    """Setting of a rank: its ranks and address, and its work.
 
     Attributes:
         numel: number of values that are merged; 0: it trains.
@@ -160,7 +160,7 @@ class Slowing:
         self._replica = average_weights(
             self._model,
             self._optimizer,
-            run_of(setting, meet(setting, "run")),
+            run_of(setting, open_store(setting, "run")),
             SyncConfig(sync=sync, wire=wire),
             Average(every=setting.every),
         )
@@ -230,14 +230,14 @@ def train() -> None:
         print(json.dumps(slowing.round()), flush=True)
 
 
-def be_rank(place: dict[str, Any]) -> None:
+def be_rank(given: dict[str, Any]) -> None:
     """Train, or merge in turns with the other workers, as the parent says."""
-    if place.get("every"):
+    if given.get("every"):
         train()
         return
-    setting = Setting(**place)
+    setting = Setting(**given)
     makers = {LINE: stream, MERGE: merge}
-    serve(place["rows"], lambda row: makers[row](setting, meet(setting, row)))
+    serve(given["rows"], lambda row: makers[row](setting, open_store(setting, row)))
 
 
 def _parser() -> Options:

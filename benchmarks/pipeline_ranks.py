@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from models import Block
-from place import Place, Variant, join_gloo, meet, nothing
+from rank_setup import RankSetup, Variant, join_gloo, nothing, open_store
 from ranks import keep_to_own_cores, listen, timed
 from stream import Stream
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ MLP_WIDTH = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
+class Setting(RankSetup):
     """Setting of a rank.
 
     Attributes:
@@ -259,7 +259,7 @@ def line(stage: Stage, row: str) -> Variant:
     setting = stage.setting
     size = setting.microbatches * stage.bytes
     where = {"rank": setting.rank, "ranks": setting.ranks, "address": setting.address}
-    stream = Stream(meet(setting, row), **where, size=size)
+    stream = Stream(open_store(setting, row), **where, size=size)
 
     def step() -> None:
         stream.start()
@@ -271,9 +271,9 @@ def line(stage: Stage, row: str) -> Variant:
 def torchs(stage: Stage, row: str) -> Variant:
     """Train by torch's runtime."""
     setting = stage.setting
-    join_gloo(setting, meet(setting, "torch"))
-    place = (stage.part, setting.rank, setting.ranks, torch.device("cpu"))
-    schedule = TORCH[row](PipelineStage(*place), setting.microbatches, loss_fn=stage.loss)
+    join_gloo(setting, open_store(setting, "torch"))
+    where = (stage.part, setting.rank, setting.ranks, torch.device("cpu"))
+    schedule = TORCH[row](PipelineStage(*where), setting.microbatches, loss_fn=stage.loss)
     inputs = (stage.x,) if stage.first else ()
     target = {"target": stage.y} if stage.last else {}
 
@@ -291,7 +291,7 @@ def paceline_s(stage: Stage, row: str, times: dict[str, Callable[[], Any]]) -> V
         "RANK": str(setting.rank),
         "WORLD_SIZE": str(setting.ranks),
         "LOCAL_RANK": str(setting.local_rank),
-        "LOCAL_WORLD_SIZE": str(setting.company[setting.address]),
+        "LOCAL_WORLD_SIZE": str(setting.ranks_by_address[setting.address]),
         "GROUP_RANK": str(setting.machine),
         "MASTER_ADDR": setting.master,
         "MASTER_PORT": str(MASTER_PORT),
@@ -393,8 +393,8 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_to_own_cores(setting.rank, setting.ranks)
     keep_freed_memory()  # as any worker of Paceline does; torch's rows have it too
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(told,), daemon=True).start()
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(commands,), daemon=True).start()
     stage = Stage(setting)
     times: dict[str, Callable[[], Any]] = {}
     makers = dict.fromkeys(TORCH, torchs) | {"line": line}
@@ -404,7 +404,7 @@ def main() -> None:
         timed(variant, setting.warm_up if row in SCHEDULES else 1)
     print("ready", flush=True)
     while True:
-        row, steps = told.get().split()
+        row, steps = commands.get().split()
         question, _, name = row.rpartition(":")
         if question == "parts":
             answer: Any = parts(stage, name, int(steps))

@@ -1,4 +1,4 @@
-r"""Rank processes that hold all variants and run them in turns, as they are told.
+r"""Rank processes that hold all variants and run them in turns, by commands.
 
     parent    "ddp:25 3\n" ──▶ every rank          a row, and how many of its steps to time
               "0.41\n"     ◀── every rank          seconds a step
@@ -30,7 +30,7 @@ from statistics import mean
 
 import torch
 from links import Machine
-from place import Variant
+from rank_setup import Variant
 
 from paceline.cluster.supervision.allocator import keep_freed_memory
 
@@ -80,25 +80,25 @@ def start(
 
     Args:
         machines: where.
-        program: what each of them runs, with its place and the work as an argument.
-        work: what they are told beside their `Place`.
+        program: what each of them runs, with its setup and the work as an argument.
+        work: more entries of their setup; see `RankSetup`.
         ranks: how many.
     """
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             on = [machines[rank * len(machines) // ranks] for rank in range(ranks)]
-            company = Counter(machine.address for machine in on)
+            ranks_by_address = Counter(machine.address for machine in on)
             for rank, machine in enumerate(on):
-                place = {
+                setup = {
                     "rank": rank,
                     "ranks": ranks,
                     "address": machine.address,
-                    "company": company,
+                    "ranks_by_address": ranks_by_address,
                     "store": str(Path(folder) / "store"),
                     **work,
                 }
-                processes.append(_start(machine, program, place))
+                processes.append(_start(machine, program, setup))
             yield Ranks(processes)
         finally:
             for process in processes:
@@ -106,9 +106,9 @@ def start(
                 process.communicate()
 
 
-def _start(machine: Machine, program: Path, place: Mapping[str, object]) -> subprocess.Popen[str]:
+def _start(machine: Machine, program: Path, setup: Mapping[str, object]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*machine.enter, sys.executable, str(program), json.dumps(place)],
+        [*machine.enter, sys.executable, str(program), json.dumps(setup)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": machine.interface},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -132,21 +132,21 @@ def serve(rows: Sequence[str], make: Callable[[str], Variant]) -> None:
     """Be a rank: make all variants, then run what the parent says until it closes its end."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(told,), daemon=True).start()
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(commands,), daemon=True).start()
     variants = {row: make(row) for row in rows}
     for variant in variants.values():
         timed(variant, WARM_UP)
     print("ready", flush=True)
     while True:
-        row, steps = told.get().split()
+        row, steps = commands.get().split()
         print(timed(variants[row], int(steps)), flush=True)
 
 
-def listen(told: queue.SimpleQueue[str]) -> None:
+def listen(commands: queue.SimpleQueue[str]) -> None:
     """Pass the parent's lines on; end with it at once: the others may be out of reach by then."""
     for line in sys.stdin:
-        told.put(line)
+        commands.put(line)
     os._exit(0)
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from children import kill_tree
+
 LIMIT = 60.0  # seconds for a start, for a recovery; what takes longer has failed
 LOOK = 0.02  # seconds between two looks at the files
 WORKERS = 4
@@ -140,43 +142,20 @@ class Lines:
 
 
 @contextmanager
-def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a launcher in a session of its own, whose processes are all killed in the end."""
+def started(command: Sequence[str], folder: Path) -> Iterator[None]:
+    """Start a launcher, whose processes are all killed in the end."""
     with (folder / "output").open("wb") as output:
+        variables = {**os.environ, **VARIABLES}
         process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            cwd=folder,
-            env={**os.environ, **VARIABLES},
-            start_new_session=True,
+            command, stdout=output, stderr=output, cwd=folder, env=variables, start_new_session=True
         )
     try:
-        yield process
+        yield
     except RunFailed as error:
         text = (folder / "output").read_text(errors="replace")
         raise RunFailed(f"{error}; it printed:\n{text[-3000:]}") from None
     finally:
-        end_session(process)
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a launcher and all processes of its session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == process.pid:
-                found.append(int(entry.name))
-    for pid in sorted({*found, process.pid}):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
+        kill_tree(process)
 
 
 class PacelineRun:

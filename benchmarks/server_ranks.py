@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import rpc_server
 import torch
-from place import Place, Variant, join_gloo, meet, nothing
+from rank_setup import RankSetup, Variant, join_gloo, nothing, open_store
 from ranks import serve
 from stream import LIMIT
 from table import method_of, size_of
@@ -46,7 +46,7 @@ LAYER_BYTES = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
+class Setting(RankSetup):
     """Setting of a rank.
 
     Attributes:
@@ -132,7 +132,7 @@ def line(setting: Setting, row: str) -> Variant:
 
 
 def _server_ends(setting: Setting) -> list[socket.socket]:
-    store = meet(setting, "line")
+    store = open_store(setting, "line")
     with socket.create_server((setting.address, 0)) as listener:
         listener.settimeout(LIMIT)
         port = listener.getsockname()[1]
@@ -141,7 +141,7 @@ def _server_ends(setting: Setting) -> list[socket.socket]:
 
 
 def _worker_ends(setting: Setting) -> list[socket.socket]:
-    store = meet(setting, "line")
+    store = open_store(setting, "line")
     ends = []
     for number in range(setting.servers):
         address, port = store.get(f"server {number}").decode().split()
@@ -239,7 +239,7 @@ def ddp(setting: Setting, row: str) -> Variant:
     """Train by DistributedDataParallel among the workers."""
     if setting.server is not None:
         return Variant(step=nothing, finish=nothing, result=list)
-    join_gloo(replace(setting, ranks=setting.workers), meet(setting, row))
+    join_gloo(replace(setting, ranks=setting.workers), open_store(setting, row))
     bare = model_of(setting)
     optimizer = optimizer_of(bare)
     model = DistributedDataParallel(
@@ -265,5 +265,5 @@ MAKERS: dict[str, Callable[[Setting, str], Variant]] = {
 }
 
 if __name__ == "__main__":
-    place = Setting(**json.loads(sys.argv[1]))
-    serve(place.rows, lambda row: MAKERS[method_of(row)](place, row))
+    setting = Setting(**json.loads(sys.argv[1]))
+    serve(setting.rows, lambda row: MAKERS[method_of(row)](setting, row))

@@ -31,7 +31,7 @@ import torch
 from checkpoint import timed
 from command_line import Options, run_script
 from links import LOOPBACK, connect
-from place import meet
+from rank_setup import open_store
 from ranks import start
 from rounds import median_of
 from table import print_table
@@ -109,7 +109,7 @@ def serve(setting: Setting) -> None:
     keep_freed_memory()
     training, snapshots, timeline = Training(setting), SnapshotStore(), Timeline()
     (sync,) = setting.rows
-    replica = bind(training, setting, meet(setting, "snapshots"), METHODS[sync])
+    replica = bind(training, setting, open_store(setting, "snapshots"), METHODS[sync])
     objects = StateObjects(model=training.model, optimizer=training.optimizer)
     model = sum(t.nbytes for t in chain(training.model.parameters(), training.model.buffers()))
     numbers = count()

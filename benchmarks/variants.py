@@ -37,7 +37,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from place import Place, Variant, join_gloo, meet, nothing, run_of
+from rank_setup import RankSetup, Variant, join_gloo, nothing, open_store, run_of
 from ranks import keep_to_own_cores, serve
 from stream import Stream
 from table import method_of, size_of
@@ -61,8 +61,8 @@ from paceline.wiring.model import make_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
-    """What a rank is told: its place, and the work."""
+class Setting(RankSetup):
+    """Setting of a rank: where it runs, and the work."""
 
     model: str
     image_size: int
@@ -74,7 +74,7 @@ def make(setting: Setting, row: str) -> Variant:
     """Make the variant that a row such as `ddp:25` names; collective."""
     bucket_mb, connections = size_of(row)
     more = {"connections": connections} if connections > 1 else {}
-    return MAKERS[method_of(row)](setting, meet(setting, row), bucket_mb, **more)
+    return MAKERS[method_of(row)](setting, open_store(setting, row), bucket_mb, **more)
 
 
 def wire_of(row: str) -> str:
@@ -285,6 +285,6 @@ def _mean_in_bf16(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 if __name__ == "__main__":
-    place = Setting(**json.loads(sys.argv[1]))
-    keep_to_own_cores(place.rank, place.ranks)
-    serve(place.rows, partial(make, place))
+    setting = Setting(**json.loads(sys.argv[1]))
+    keep_to_own_cores(setting.rank, setting.ranks)
+    serve(setting.rows, partial(make, setting))

@@ -132,6 +132,16 @@ class ConfigError(PacelineError, ValueError):
         super().__init__(message)
 
 
+@contextmanager
+def user_named_file() -> Iterator[None]:
+    """Let errors of a file that the user names, such as a torn one, have a mistake's status, 2."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.status = ConfigError.status
+        raise
+
+
 class CommError(PacelineError):
     """Error of communication with other processes.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
-from paceline.cli.output_file import write_output
+from paceline.cli.output_file import check_output, write_output
 from paceline.cli.progress import meter
 from paceline.cli.run_images import open_test_data
 from paceline.cli.tables import table_console, table_of
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     """
     config = parse(EvaluateConfig, argv, prog="paceline evaluate", description=_DESCRIPTION)
     if config.confusion_png:
+        check_output("confusion_png", config.confusion_png)
         require_matplotlib()
     keep_freed_memory()  # each batch takes the memory of the last one's activations
     folder, file = find_run_or_weights(config.run, Path(config.output_dir))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from paceline.cli.active_run.find_run import find_run_or_weights
 from paceline.cli.flags import parse
+from paceline.cli.output_file import check_output
 from paceline.cli.progress import meter
 from paceline.cli.run_images import open_test_data
 from paceline.config.export import ExportConfig
@@ -75,12 +76,10 @@ def _path(config: ExportConfig, chosen: Format, trained: TrainedModel) -> Path:
     """Return where the file is to be.
 
     Raises:
-        ConfigError: there is one already, or no such folder.
+        ConfigError: there is one already, or no such folder that can be written.
     """
     path = Path(config.output or _default_path(chosen, trained))
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else "is in a folder that isn't there"
-        raise ConfigError(Message("{--output} {} {}: give the name of a file.", path, what))
+    check_output("output", str(path))
     if path.exists() and path.samefile(trained.weights):
         raise ConfigError(Message("{} is what is exported: give another {--output}.", path))
     if path.exists() and not config.overwrite:

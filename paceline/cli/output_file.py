@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paceline.atomic_write import write_atomically
 from paceline.errors import ConfigError
+
+
+def check_output(flag: str, path: str) -> None:
+    """Refuse a path at which no file can be written, before the work whose result goes there.
+
+    Raises:
+        ConfigError: it is a folder, or in one that isn't there or can't be written; names the flag.
+    """
+    folder = Path(path).parent
+    rule = ""
+    if Path(path).is_dir():
+        rule = "is a folder"
+    elif not folder.is_dir():
+        rule = "is in a folder that isn't there"
+    elif not os.access(folder, os.W_OK):
+        rule = "is in a folder that you can't write"
+    if rule:
+        remedy = "give the name of a file in a folder that you can write"
+        raise ConfigError(flag=flag, value=path, rule=rule, remedy=remedy)
 
 
 def write_output(flag: str, path: str, content: str | bytes) -> None:

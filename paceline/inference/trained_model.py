@@ -22,10 +22,16 @@ from torch import nn
 
 from paceline.config.train import TrainConfig, config_of
 from paceline.data.db.index.database_index import read_label_names
-from paceline.errors import CheckpointError, ConfigError, Message, PacelineError
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    Message,
+    PacelineError,
+    user_named_file,
+)
 from paceline.run.precision import Precision
 from paceline.run.predictor import Predictor
-from paceline.state.run_folder import CONFIG_NAME, read_configuration
+from paceline.state.run_folder import read_configuration
 from paceline.state.weights import check_weights, load_weights, weights_files
 from paceline.state.weights_about import read_description
 from paceline.wiring.model import make_model
@@ -67,11 +73,14 @@ class TrainedModel:
                 yet, or the file is another model's, or has no description and no run.
             CheckpointError: the file is damaged.
         """
-        if weights in ("", "best", "last"):
-            assert folder is not None, "a run, or a file"
-            file = _weights_of(folder, weights)
-        else:
-            file = Path(weights)
+        if weights not in ("", "best", "last"):
+            with user_named_file():
+                return cls._of_file(folder, device, Path(weights))
+        assert folder is not None, "a run, or a file"
+        return cls._of_file(folder, device, _weights_of(folder, weights))
+
+    @classmethod
+    def _of_file(cls, folder: Path | None, device: torch.device, file: Path) -> Self:
         check_weights(file, "weights")
         about = read_description(file) or _description_of(folder, file)
         config = _config_of(file, about)
@@ -144,10 +153,10 @@ def _description_of(folder: Path | None, file: Path) -> dict[str, Any]:
 
 def _flags_of(folder: Path) -> dict[str, Any]:
     flags = read_configuration(folder)
-    if not flags:
+    if "image_size" not in flags:
         raise ConfigError(
-            f"{folder} has no {CONFIG_NAME}: it is the run of a script, whose model only that "
-            "script knows; load a file of its checkpoints by torch.load()."
+            f"{folder}: it is the run of a script, whose model only that script knows; load the "
+            'entry "model" of its checkpoint, or of each of its parts, by torch.load().'
         )
     return flags
 

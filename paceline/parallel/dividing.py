@@ -41,12 +41,13 @@ def divide(model: nn.Module, run: Run, plan: Plan) -> None:
     if isinstance(model, Stage):
         styles = read_plan(model.twin.whole, plan)
         _require_on_one_stage(model, styles)
-        styles = {path: s for path, s in styles.items() if any(matched_modules(model, path))}
     else:
         styles = read_plan(model, plan)
     size = run.context.along(AXIS).size
     if size == 1:
         return
+    # torch warns of each module in which a path with wildcards matches nothing.
+    styles = {name: s for path, s in styles.items() for name, _ in matched_modules(model, path)}
     tensors = [*chain(model.parameters(), model.buffers())]
     broadcast_all(run.context.group(AXIS, "steps"), tensors, "the broadcast to tensor ranks")
     tied = [*_names(model).values()]

@@ -15,7 +15,7 @@ from paceline.config.optim import OptimConfig
 from paceline.config.pipeline import PipelineConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, user_named_file
 from paceline.generation.run import Run
 from paceline.models.compiled_blocks import blocks
 from paceline.models.frozen import freeze
@@ -86,14 +86,18 @@ def _initialise(model: nn.Module, config: ModelConfig) -> tuple[str, ...]:
     if not given:
         return ()
     if not Path(given).exists() and (found := pretrained_weights(config.name, given)) is not None:
-        return install_weights(found, model, source=f"{config.name} ({given})")
-    return load_weights(Path(given), model)
+        notes = install_weights(found, model, source=f"{config.name} ({given})")
+    else:
+        with user_named_file():
+            notes = load_weights(Path(given), model)
+    return notes or (f"{given}: the model begins with all of its weights.",)
 
 
 def check_model(config: TrainConfig) -> None:
     """Check what can be known of a model without its memory: a user's own is only found.
 
     Raises:
+        CheckpointError: the file of weights is torn or something else.
         ConfigError: there is no such model; a pattern of --freeze matches none of its parameters,
             or the optimizer doesn't take them.
     """
@@ -112,7 +116,8 @@ def check_model(config: TrainConfig) -> None:
                 remedy=f"these are {', '.join(known)}",
             )
     elif given:
-        check_weights(Path(given))
+        with user_named_file():
+            check_weights(Path(given))
     plain = config.optim.optimizer == OptimConfig.optimizer and not config.model.freeze
     if plain or (name not in MODELS and other is None):
         return

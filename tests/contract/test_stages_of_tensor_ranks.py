@@ -28,7 +28,7 @@ from tests.harness.equivalence.pipelines import (
 )
 
 WIDTH = 6
-PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+PLAN = {"*.*.up": "colwise", "layers.*.down": "rowwise"}
 OPTIONS: dict[str, Any] = {"microbatches": 4, "cuts": ["layers.1"]}
 ALLREDUCE = SyncConfig(sync="allreduce")
 NOTIFIED = SyncConfig(sync="notified", bucket_mb=0.0001)
@@ -276,14 +276,16 @@ def test_a_plan_is_the_whole_models_and_is_refused_on_all_stages() -> None:
 
 
 def test_the_values_are_those_of_the_first_tensor_rank() -> None:
+    given = Model()
+    zeros = copy.deepcopy(given)
+    nn.utils.vector_to_parameters(torch.zeros(10_000).double(), zeros.parameters())
+
     def run(rank: PipelineRank) -> dict[str, Tensor]:
-        model = Model()
-        if rank.run.context.along("tensor").rank:
-            nn.utils.vector_to_parameters(torch.zeros(10_000).double(), model.parameters())
-        return cut(rank, model).whole_state_dict()
+        own = zeros if rank.run.context.along("tensor").rank else given
+        return cut(rank, copy.deepcopy(own)).whole_state_dict()
 
     for state in on_ranks(run, 2, 1, 2):
-        assert largest_difference(state, Model().state_dict()) == 0
+        assert largest_difference(state, given.state_dict()) == 0
 
 
 def test_a_model_that_is_divided_already_isnt_cut() -> None:

@@ -170,12 +170,12 @@ class Malicious:
 WEIGHTS = {
     "none.pt": (2, "--weights none.pt: there is no such file; check the path."),
     "garbage.pt": (
-        1,
+        2,
         "garbage.pt: not a file of weights; give one that a run, torch.save, safetensors or Caffe2 "
         "wrote.",
     ),
     "torn.pt": (
-        1,
+        2,
         r"torn.pt: torn or damaged \(an archive whose end is missing or unreadable: File is not a "
         r"zip file\); use another file, or a fresh copy of this one.",
     ),
@@ -183,7 +183,7 @@ WEIGHTS = {
 }
 LATER_WEIGHTS = {
     "malicious.pt": (
-        1,
+        2,
         "malicious.pt: not a file of weights: loading it would call print, which could run any "
         r"code; give a file that holds a model's state_dict\(\) alone.",
     ),

@@ -44,7 +44,7 @@ def trained(
         rank=communicator.rank,
         ranks=communicator.world_size,
         address="127.0.0.1",
-        company={"127.0.0.1": communicator.world_size},
+        ranks_by_address={"127.0.0.1": communicator.world_size},
         store=f"{folder}/store",
         rows=[],
         model=model,

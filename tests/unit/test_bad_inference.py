@@ -65,7 +65,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(Path("runs/pets"))
         write_run(Path("runs/new"))
         Path("runs/new/resnet20_model.pt").unlink()
-        Path("runs/script/members").mkdir(parents=True)
+        Path("runs/script").mkdir()
+        Path("runs/script/config.toml").write_text('seed = 0\nmesh = "stage 2"\n')
         for number in range(3):
             write_image(Path("photos", NAMES[number], f"{number}.png"), number)
         Path("broken").mkdir()
@@ -77,6 +78,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_weights(Path("other.pt"), build_model("resnet56", num_labels=3, num_channels=3))
         write_model(Path("four.pt"), 0, num_labels=4)
         Path("torn.pt").write_bytes(Path("w.pt").read_bytes()[:-50])
+        write_run(Path("runs/torn"))
+        Path("runs/torn/resnet20_model.pt").write_bytes(Path("torn.pt").read_bytes())
         Path("text.pt").write_text("these are no weights")
         for name in ("Mean", "Eigen", "Branches", "Undefined", "Counts"):
             torch.manual_seed(0)
@@ -109,6 +112,7 @@ CASES = {
     "predict pets photos --weights four.pt": "fc.weight is 4×64 but should be 3×64",
     "predict plain.pt photos": "plain.pt has no description of its model inside",
     "predict torn.pt photos": "torn.pt: torn or damaged",
+    "predict torn photos": "resnet20_model.pt: torn or damaged",
     "predict text.pt photos": "text.pt: not a file of weights; give one that a run",
     "predict w.pt nothing.png": "nothing.png: there is no such file or folder",
     "predict w.pt empty": "empty: the folder has no image",
@@ -124,7 +128,9 @@ CASES = {
     "export w.pt --output w.pt --images photos": "w.pt is what is exported: give another --output",
     "export w.pt --images photos --output plain.pt": "plain.pt is there already: give another "
     "--output, or --overwrite",
-    "export w.pt --images photos --output photos": "--output photos is a folder: give the name of",
+    "evaluate w.pt --test_data test --confusion_png far/x.png": "--confusion_png far/x.png: is in "
+    "a folder that isn't there; give the name of a file in a folder that you can write",
+    "export w.pt --images photos --output photos": "--output photos: is a folder; give the name of",
     "export w.pt --images photos --output far/w.pt": "is in a folder that isn't there",
     "export w.pt --output new.out": "--test_data: no database is given, and there is no run that "
     "has one: give the path of one, or images by --images.",
@@ -142,7 +148,7 @@ CASES = {
     f"export Counts.pt --format torch-export {EXPORT}": "new.out: its logits differ from the "
     "model's by up to",
 }
-OF_THE_WORLD = ("torn.pt", "text.pt", "broken", ".json", "Counts", "Undefined")  # status 1
+OF_THE_WORLD = ("broken", "Counts", "Undefined", "torn photos")  # status 1
 
 
 @pytest.mark.parametrize("command", CASES)

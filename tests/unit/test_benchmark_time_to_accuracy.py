@@ -72,7 +72,7 @@ def training_of(rank: int, folder: Path) -> Any:
     images = np.broadcast_to(numbers[:, None, None, None], (40, 3, 32, 32)).astype(np.uint8)
     np.save(folder / "train_images.npy", images)
     np.save(folder / "train_labels.npy", numbers)
-    place = {"rank": rank, "ranks": 2, "address": "a", "company": {"a": 2}, "store": ""}
+    place = {"rank": rank, "ranks": 2, "address": "a", "ranks_by_address": {"a": 2}, "store": ""}
     work = {"model": "resnet20", "data": str(folder), "batch": 5, "epochs": 2, "evaluate": 1}
     more = {"warm_up": 0, "seed": 1, "interface": "lo", "rows": ["none"]}
     return ways.Training(ways.Setting(**place, **work, **more))

@@ -110,7 +110,7 @@ def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) 
         ("owls --test_data test", "owls is neither a run folder nor the id of a run"),
         ("pets --test_data test --run_workers 0", "--run_workers 0: must be at least 1"),
         ("pets --test_data test --confusion_png x.pdf", "--confusion_png x.pdf: must end in .png"),
-        ("pets --test_data test --confusion_png no/x.png", "--confusion_png no/x.png: it can't be"),
+        ("pets --test_data test --confusion_png no/x.png", "--confusion_png no/x.png: is in a"),
         ("pets --test_data test --weights best", "resnet20_best.pt isn't there"),
     ):
         assert main(["evaluate", *words.split(), "--use_cpu"]) == 2

@@ -27,6 +27,7 @@ from paceline.session.resume.start import Start
 from paceline.session.sources import open_sources
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
+from paceline.wiring.model import make_model
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.membership.given_membership import GivenMembership
 from tests.harness.processes.sessions import session_of
@@ -186,9 +187,12 @@ def test_the_seed_decides_the_weights_and_the_order(tmp_path: Path) -> None:
 def test_given_weights_are_where_training_starts(tmp_path: Path) -> None:
     model = trainer_of(tmp_path, "--seed", "5").model
     save_weights(tmp_path / "w.pt", model)
-    started = trainer_of(tmp_path, "--load_model_path", str(tmp_path / "w.pt")).model
+    notes: list[str] = []
+    config = config_of("--load_model_path", str(tmp_path / "w.pt"))
+    started = make_model(config, torch.device("cpu"), report=notes.append)
     for name, value in model.state_dict().items():
         assert torch.equal(value, started.state_dict()[name])
+    assert notes == [f"{tmp_path / 'w.pt'}: the model begins with all of its weights."]
 
 
 def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a benchmark: its place among the others, how it meets them, and what it can run."""
+"""A rank of a benchmark: its setup, its connections to the others, and what it can run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ from paceline.generation.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a rank is told: where it is, and where it meets the others.
+class RankSetup:
+    """Setup of a rank, which its parent passes to it.
 
-    `store` is a file that all ranks see, `address` the one that reaches this rank, `company` says
-    how many ranks there are at each address; `rows` are the names of what it is to run.
+    Attributes:
+        rank: its rank.
+        ranks: the world size.
+        address: the address at which the others reach it.
+        ranks_by_address: the number of ranks at each address.
+        store: the path of a file that all ranks see, for their rendezvous.
+        rows: the names of what it is to run.
     """
 
     rank: int
     ranks: int
     address: str
-    company: dict[str, int]
+    ranks_by_address: dict[str, int]
     store: str
     rows: list[str]
 
     @property
     def machine(self) -> int:
-        """The number of this rank's machine."""
-        return list(self.company).index(self.address)
+        """The index of this rank's machine."""
+        return list(self.ranks_by_address).index(self.address)
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine."""
-        return self.rank - sum(list(self.company.values())[: self.machine])
+        """This rank's index on its machine."""
+        return self.rank - sum(list(self.ranks_by_address.values())[: self.machine])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +65,18 @@ class Variant:
     result: Callable[[], Sequence[Tensor]]
 
 
-def meet(place: Place, name: str) -> Store:
-    """Return where all ranks find each other for the purpose `name`."""
-    store = PrefixStore(name, FileStore(place.store, -1))
+def open_store(setup: RankSetup, name: str) -> Store:
+    """Open the ranks' common store, for the purpose `name`."""
+    store = PrefixStore(name, FileStore(setup.store, -1))
     store.set_timeout(timedelta(seconds=LIMIT))
     return store
 
 
-def run_of(place: Place, store: Store) -> Run:
+def run_of(setup: RankSetup, store: Store) -> Run:
     """Connect with the other ranks as `paceline train` does; collective."""
-    addresses = tuple(place.company)
+    addresses = tuple(setup.ranks_by_address)
     generation = Generation.of_workers(
-        tuple(place.company.values()),
+        tuple(setup.ranks_by_address.values()),
         start_id="benchmark",
         token="benchmark",
         addresses=addresses,
@@ -79,18 +84,18 @@ def run_of(place: Place, store: Store) -> Run:
     )
     device, limits = torch.device("cpu"), (LIMIT, LIMIT)
     connecting = partial(connect, store=store, device=device, limits=limits)
-    group = Group.world(generation, place.rank)
+    group = Group.world(generation, setup.rank)
     return Run(context=GenerationContext(group, device=device, limits=limits).open(connecting))
 
 
-def join_gloo(place: Place, store: Store) -> None:
+def join_gloo(setup: RankSetup, store: Store) -> None:
     """Make torch's default process group, once a process; collective."""
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.ranks,
+            rank=setup.rank,
+            world_size=setup.ranks,
             timeout=timedelta(seconds=LIMIT),
         )
 
