@@ -113,12 +113,12 @@ class Trainer:
 
     def _save_weights(self, best: bool) -> None:
         leads = self.steps.run.leads
-        state = None
-        if self.staged is not None:  # all stages have a part
-            state = self.staged.stage.whole_state_dict()
-        elif leads:
-            state = self.evaluated.state_dict()
-        if leads and state is not None:
+        state: Mapping[str, Any] = {}
+        if self.staged is None:
+            state = self.evaluated.state_dict() if leads else {}
+        elif self.steps.run.context.writes:  # of one replica, all stages have a part
+            state = self.staged.stage.whole_state_dict(on_all=False)
+        if leads:
             _, workers = self.steps.run.rank_and_size()
             about = {**self.about, "workers": workers, "threads": torch.get_num_threads()}
             save_epoch(self.folder, self.weights_name, state, about, best=best)

@@ -267,7 +267,9 @@ def gather_bytes(communicator: Communicator, data: bytes, operation: str) -> lis
     return [part.numpy().tobytes() for part in flat.split(sizes)]
 
 
-def gather_states(communicator: Communicator, state: Any, operation: str) -> list[Any]:
+def gather_states(
+    communicator: Communicator, state: Any, operation: str, *, on_all: bool = True
+) -> list[Any]:
     """Return each rank's tree of tensors and plain values on all ranks; collective.
 
     The tensors are in this machine's memory.
@@ -276,13 +278,18 @@ def gather_states(communicator: Communicator, state: Any, operation: str) -> lis
         communicator: the ranks.
         state: this rank's.
         operation: the name of the operation, for errors.
+        on_all: otherwise rank 0 alone gets them, and the others nothing.
 
     Raises:
         CommError: as `Ticket.wait`.
     """
     data = io.BytesIO()
     torch.save(state, data)
-    gathered = gather_bytes(communicator, data.getvalue(), operation)
+    if on_all:
+        gathered = gather_bytes(communicator, data.getvalue(), operation)
+    else:
+        own = torch.frombuffer(data.getbuffer(), dtype=torch.uint8)
+        gathered = [each.numpy().tobytes() for each in gather_all(communicator, own, operation)]
     states = (io.BytesIO(each) for each in gathered)
     return [torch.load(each, map_location="cpu", weights_only=True) for each in states]
 

@@ -104,10 +104,13 @@ class Stage(nn.Module):
         contexts = partial(_checkpoint_contexts, self)
         return checkpoint(self._run_copy, x, use_reentrant=False, context_fn=contexts)
 
-    def whole_state_dict(self) -> dict[str, Any]:
+    def whole_state_dict(self, *, on_all: bool = True) -> dict[str, Any]:
         """Return the state dict of the whole model, on the CPU; collective along the stages.
 
         Where layers are divided, it is collective along the tensor ranks, too.
+
+        Args:
+            on_all: otherwise the first stage alone gets it, and the others an empty one.
         """
         own = {n: tree_map_only(Tensor, Tensor.cpu, x) for n, x in self.state_dict().items()}
         dims = divided_dims(self)
@@ -115,14 +118,16 @@ class Stage(nn.Module):
             shards = self._gathered("tensor", {name: own[name] for name in dims})
             own |= {name: torch.cat([each[name] for each in shards], dims[name]) for name in dims}
         found: dict[str, Any] = {}
-        for state in self._gathered("stage", own):
+        for state in self._gathered("stage", own, on_all=on_all):
             found.update(state)
-        return {key: found[key] for key in self._keys}
+        return {key: found[key] for key in self._keys if found}
 
-    def _gathered(self, axis: str, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _gathered(
+        self, axis: str, state: Mapping[str, Any], *, on_all: bool = True
+    ) -> list[dict[str, Any]]:
         """Return what each rank along an axis has; collective."""
         communicator = self._pipeline.run.context.group(axis, "steps")
-        return gather_states(communicator, state, "model.whole_state_dict()")
+        return gather_states(communicator, state, "model.whole_state_dict()", on_all=on_all)
 
     def _run_copy(self, value: Any) -> Any:
         """Run the blocks on a copy: the first one may write to it, and all run again."""

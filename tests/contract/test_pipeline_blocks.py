@@ -108,6 +108,20 @@ def test_the_whole_state_has_what_is_no_tensor() -> None:
         copy.deepcopy(model).load_state_dict(state)
 
 
+def test_the_whole_state_may_be_that_of_the_first_stage_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Linear(3, 2))
+
+    def run(rank: PipelineRank) -> dict[str, Any]:
+        stage = rank.cut(model, F.cross_entropy, microbatches=3, cuts=["1", "2"])
+        return stage.whole_state_dict(on_all=False)
+
+    first, *others = on_ranks(run, 3)
+    assert [*first] == [*model.state_dict()]
+    assert all(first[name].equal(value) for name, value in model.state_dict().items())
+    assert others == [{}, {}]
+
+
 class Named(NamedTuple):
     """What a block returns."""
 
