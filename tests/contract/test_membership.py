@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from paceline.cluster.membership import voting_member
 from paceline.cluster.membership.acceptor_record import AcceptorRecord
 from paceline.cluster.membership.control_line.frame_kinds import VOTE
 from paceline.cluster.membership.elastic import ElasticMembership
@@ -38,8 +39,8 @@ from tests.harness.processes.run_folders import wait_until
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
-RECORD_LIMIT = 0.2
-OPTIONS = EvidenceOptions(peer_timeout=1.0, timeout=3.0)
+OPTIONS = EvidenceOptions(peer_timeout=10.0, timeout=3.0)  # no thread is late by so much
+HASTY = replace(OPTIONS, peer_timeout=1.0)  # where no other member is to be suspected
 LOST = CommError("a peer was lost.")
 
 
@@ -66,6 +67,7 @@ class Members:
         witness: Callable[[], Witness] | None = None,
         nonce: str = "",
         options: EvidenceOptions = OPTIONS,
+        record_limit: float = LIMIT,
     ) -> None:
         self._stack = ExitStack()
         generation = world_of(machines, 0).generation
@@ -79,9 +81,9 @@ class Members:
         for member in generation.members:
             record = records.get(member.machine)
             if record is None:
-                record = AcceptorRecord.make(limit=RECORD_LIMIT)
+                record = AcceptorRecord.make(limit=record_limit)
             else:
-                record = AcceptorRecord.open(record.path, limit=RECORD_LIMIT)
+                record = AcceptorRecord.open(record.path, limit=record_limit)
             records.setdefault(member.machine, record)
             self.all.append(
                 VotingMember(
@@ -184,11 +186,13 @@ class Members:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Members]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Members]]:
+    monkeypatch.setattr(voting_member, "_JUDGE_S", 0.1)
+    monkeypatch.setattr(voting_member, "_PROGRESS_S", 0.25)
     with ExitStack() as stack:
 
-        def made(*args: object) -> Members:
-            members = Members(*args)  # type: ignore[arg-type]
+        def made(*args: Any, **options: Any) -> Members:
+            members = Members(*args, **options)
             stack.callback(members.close)
             return members
 
@@ -264,8 +268,9 @@ def test_a_loss_in_the_recovery_leads_to_the_generation_after_next(
 
 @pytest.mark.parametrize("message", ["Prepare", "Accept", "Decided"])
 def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
-    message: str, make: Callable[..., Members]
+    message: str, make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(voting_member, "_TURN_S", LIMIT)  # no other one proposes before it is lost
     members = make((1, 1, 1, 1, 1))
     ended = members.silence_after(0, message)
     members.kill(4)
@@ -288,7 +293,7 @@ def test_a_member_that_has_long_been_silent_is_judged_before_a_vote(
     make: Callable[..., Members],
 ) -> None:
     """Another one, which suspects it already, has interrupted the generation."""
-    members = make((3,), None, "", replace(OPTIONS, peer_timeout=2.0))
+    members = make((3,), options=replace(OPTIONS, peer_timeout=4.0))
     members.freeze(1)
     wait_until(lambda: members.all[0]._watch.is_unsure, limit=LIMIT)
     value = agreed(members.next((0, 2)))
@@ -299,7 +304,7 @@ def test_a_vote_waits_for_a_machine_whose_record_is_being_changed(
     make: Callable[..., Members],
 ) -> None:
     """Its holder runs, but doesn't end: a process that is frozen otherwise than by a signal."""
-    members = make((1, 1, 1), None, "", replace(OPTIONS, peer_timeout=LIMIT))
+    members = make((1, 1, 1), options=replace(OPTIONS, peer_timeout=LIMIT), record_limit=0.2)
     second_ballot = members.sent(0, "Prepare", 2)
     held, going = threading.Event(), threading.Event()
 
@@ -335,7 +340,7 @@ def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
     members.kill(1)
     value = agreed(members.next((0,)))
     assert {member.id for member in value.members} == ids(members, 0)
-    other = make((1, 1))
+    other = make((1, 1), options=HASTY)
     other.kill(0)
     (refused,) = other.next((1,))
     assert isinstance(refused, OutsideWorld)
@@ -347,7 +352,7 @@ def test_the_casting_machine_of_a_pair_continues_and_the_other_one_stops(
 def test_the_run_of_a_member_outside_the_world_may_write_nothing(
     make: Callable[..., Members],
 ) -> None:
-    members = make((1, 1))
+    members = make((1, 1), options=HASTY)
     members.kill(0)
     members.next((1,))
     membership = ElasticMembership(members.all[1], members.generation, HashStore())
