@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.harness.rewritten_tests import rewrite_tests
@@ -27,6 +28,10 @@ multiprocessing.set_forkserver_preload(
 
 # Hypothesis would read 500 source files, for ten seconds, to draw their constants now and then.
 providers._get_local_constants = lambda: providers._local_constants
+
+# An example, or how it is drawn, may take long where the machine is busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Whoever runs the tests in the background (nohup, a script's &) has these ignored, and so would the
 # processes have that tests send them to.

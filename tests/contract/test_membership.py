@@ -40,7 +40,7 @@ from tests.harness.processes.worlds import world_of
 
 LIMIT = 20.0
 OPTIONS = EvidenceOptions(peer_timeout=10.0, timeout=3.0)  # no thread is late by so much
-HASTY = replace(OPTIONS, peer_timeout=1.0)  # where no other member is to be suspected
+HASTY = replace(OPTIONS, peer_timeout=3.0)  # where no other member is to be suspected
 LOST = CommError("a peer was lost.")
 
 

@@ -119,7 +119,7 @@ def test_one_sample_of_a_rank_is_a_sentence() -> None:
         model(torch.randn(1, 12))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 60),
     batch_size=st.integers(1, 20),

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.image.augment import Augment, Transform, View
@@ -22,7 +22,6 @@ def _views(transform: Transform, width: int, height: int, count: int) -> list[Vi
     return [transform.view(width, height, row) for row in numbers]
 
 
-@settings(deadline=None)
 @given(width=SIDES, height=SIDES, numbers=NUMBERS, train=st.booleans())
 @pytest.mark.parametrize("augment", get_args(Augment))
 def test_a_box_lies_inside_its_image(

@@ -112,7 +112,7 @@ def chains(draw: st.DrawFn) -> tuple[list[CheckpointHeader], Lineage]:
     return headers, chain
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chains())
 def test_what_remains_of_a_chain_is_what_no_later_generation_started_before(
     made: tuple[list[CheckpointHeader], Lineage],

@@ -53,7 +53,7 @@ def counted(run: LineageHistory, tip: MadeUpGeneration, proof: Proof, lost: set[
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains())
 def test_a_chain_of_generations_is_exact(run: LineageHistory) -> None:
     proof = prove(run.files())
@@ -65,7 +65,7 @@ def test_a_chain_of_generations_is_exact(run: LineageHistory) -> None:
     assert [each.id for each in proof.generations] == [each.id for each in tip.chain]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chains(), st.data())
 def test_the_files_that_are_left_prove_what_any_member_of_each_generation_recorded(
     run: LineageHistory, data: st.DataObject
@@ -81,7 +81,7 @@ def test_the_files_that_are_left_prove_what_any_member_of_each_generation_record
     assert sum(account.twice for account in proof.accounts) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains(), st.data())
 def test_last_lines_that_a_dead_member_lost_are_proved_by_the_others(
     run: LineageHistory, data: st.DataObject

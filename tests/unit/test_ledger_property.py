@@ -61,7 +61,7 @@ def proof_of(history: RunHistory) -> Proof:
         return prove((member, read_events(path)) for member, path in files)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(histories())
 def test_a_run_is_exact_however_often_it_was_killed_and_with_whom_it_went_on(
     history: RunHistory,
@@ -75,7 +75,7 @@ def test_a_run_is_exact_however_often_it_was_killed_and_with_whom_it_went_on(
         assert account.lost == account.twice == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(histories(), st.data())
 def test_the_files_of_rank_0_prove_what_they_commit(
     history: RunHistory, data: st.DataObject
@@ -110,7 +110,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(histories(), st.sampled_from(sorted(CHANGES)), st.data())
 def test_one_line_that_is_changed_is_noticed(
     history: RunHistory, change: str, data: st.DataObject

@@ -86,7 +86,7 @@ def indices_in(data: Tensor, kept: int) -> list[int]:
 
 
 @every_topk
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     numel=st.integers(1, 3 * CHUNK),
     levels=st.integers(1, 5000),
@@ -120,7 +120,7 @@ def test_topk_keeps_the_largest_and_of_equals_the_first(
 
 
 @every_topk
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     numel=st.integers(0, 3 * CHUNK),
     fraction=st.fractions(Fraction(1, 5000), Fraction(1, 2), max_denominator=5000),
@@ -230,7 +230,7 @@ def test_two_means_are_nearer_than_any_one_level(kind: TopKKind) -> None:
     assert (coded.after[coded.decoded != 0].square().mean().sqrt() < 0.62 * one_level).item()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     numel=st.integers(0, 10 * CHUNK),
     spread=st.sampled_from([0.0, 1.0, 30.0]),

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.order import Order, uniforms
@@ -43,7 +43,6 @@ def test_the_random_numbers_are_the_ones_that_they_always_were() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, size=SIZES, epoch=st.integers(0, 1000))
 def test_an_epoch_visits_every_record_once(seed: int, size: int, epoch: int) -> None:
     indices = Order(size=size, batch_size=8, seed=seed).epoch_indices(epoch)
@@ -51,7 +50,6 @@ def test_an_epoch_visits_every_record_once(seed: int, size: int, epoch: int) -> 
     assert sorted(indices.tolist()) == list(range(size))
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, size=SIZES, epoch_size=st.integers(1, 400), epoch=st.integers(0, 50))
 def test_a_smaller_epoch_visits_no_record_twice(
     seed: int, size: int, epoch_size: int, epoch: int
@@ -68,7 +66,6 @@ def shares_of(order: Order, step: int, world_size: int) -> list[tuple[int, int]]
     return [(place.first, place.last) for place in places]
 
 
-@settings(deadline=None)
 @given(size=SIZES, batch_size=BATCHES, world_size=WORLDS)
 def test_shares_joined_in_rank_order_are_the_epoch(
     size: int, batch_size: int, world_size: int
@@ -88,7 +85,6 @@ def test_shares_joined_in_rank_order_are_the_epoch(
     assert positions == list(range(size))
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, size=SIZES, batch_size=BATCHES, world_size=WORLDS, epoch=st.integers(0, 9))
 def test_a_global_batch_holds_the_same_records_for_any_world(
     seed: int, size: int, batch_size: int, world_size: int, epoch: int
@@ -159,7 +155,6 @@ def test_a_step_or_rank_that_does_not_exist_is_an_error(step: int, rank: int) ->
         Order(size=10, batch_size=4).place(0, step, rank, 2)
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, epoch=st.integers(0, 1000), samples=st.lists(st.integers(0, 2**40), min_size=1))
 def test_a_samples_random_numbers_do_not_depend_on_its_neighbours(
     seed: int, epoch: int, samples: list[int]

@@ -62,7 +62,7 @@ phases = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, 
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     every=phases,
     fragments=st.integers(1, 6),

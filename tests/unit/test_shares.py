@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.world import SyncConfig
@@ -16,7 +16,6 @@ from paceline.data.shares import balanced, divide
 SHARES = st.lists(st.integers(0, 100), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None)
 @given(count=st.integers(0, 500), shares=SHARES)
 def test_a_batch_is_divided_in_proportion_and_without_a_rest(count: int, shares: list[int]) -> None:
     counts = divide(count, shares)
@@ -26,7 +25,6 @@ def test_a_batch_is_divided_in_proportion_and_without_a_rest(count: int, shares:
         assert share or not own
 
 
-@settings(deadline=None)
 @given(shares=SHARES)
 def test_a_full_batch_is_divided_into_the_shares_themselves(shares: list[int]) -> None:
     assert divide(sum(shares), shares) == tuple(shares)
@@ -48,7 +46,6 @@ def test_what_is_left_goes_to_the_largest_remainders(
     assert divide(count, shares) == expected
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 200),
     batch=st.integers(1, 60),
@@ -72,7 +69,6 @@ def test_slices_of_any_shares_joined_in_rank_order_are_the_epoch(
     assert positions == list(range(size))
 
 
-@settings(deadline=None)
 @given(
     count=st.integers(20, 500),
     seconds=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=6),
