@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.communicator import broadcast_all, require_same_call
 from paceline.errors import ConfigError, many
@@ -50,6 +51,7 @@ def cut_model(
     """
     group = run.context.along("stage")
     _refuse_divided(model)
+    _refuse_lazy(model)
     schedule = make_schedule(options.schedule, group.size, options.microbatches)
     paths = block_paths(model, options.blocks)
     glue = glue_of(model)
@@ -115,6 +117,15 @@ def _refuse_divided(model: nn.Module) -> None:
             "paceline.tensor_parallel() has divided the model's layers, of which a stage would not "
             f"know: call {CALL} first, and then paceline.tensor_parallel() of what it returns."
         )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} is uninitialised (lazy): run one batch through the model before {CALL}, "
+                "inside `with paceline.deferred_init():` where the model is built there."
+            )
 
 
 def _require(cuts: Sequence[str] | None, paths: Sequence[str], stages: int) -> None:

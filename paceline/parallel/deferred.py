@@ -101,7 +101,7 @@ class _View:
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
         offset = int(tensor.storage_offset())
-        return cls(_history(tensor), tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+        return cls(_history(tensor), tuple(tensor.size()), tensor.stride(), offset, tensor.dtype)
 
     def tensor(self, memory: _Memory) -> Tensor:
         """Return the tensor in memory, whose values are arbitrary where it has none yet."""
@@ -289,7 +289,8 @@ def _record(
 
 def _history(tensor: Tensor, device: torch.device | None = None) -> _History:
     """Return the history of a tensor's storage; of a new one, an empty one."""
-    storage: Any = tensor.untyped_storage()
+    with torch._C.DisableTorchFunctionSubclass():  # a lazy module's tensor would refuse it
+        storage: Any = tensor.untyped_storage()
     if not hasattr(storage, "paceline_history"):
         storage.paceline_history = _History(storage.nbytes(), device or torch.device("cpu"))
     history: _History = storage.paceline_history

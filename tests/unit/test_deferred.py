@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -65,6 +66,15 @@ def several_kinds() -> nn.Module:
     return model.double()
 
 
+def lazy() -> nn.Module:
+    """Return a model whose shapes come with its first batch."""
+    model = nn.Sequential(
+        nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3, bias=False)
+    )
+    model(torch.randn(2, 2, 8, 8))
+    return model
+
+
 def of_another_dtype() -> nn.Module:
     earlier = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -79,6 +89,7 @@ MODELS: dict[str, Make] = {
     "a ResNet": lambda: build_model("resnet20", num_labels=10, num_channels=3),
     "torch's transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
     "several kinds": several_kinds,
+    "lazy modules": lazy,
     "another dtype": of_another_dtype,
 }
 
@@ -188,6 +199,20 @@ def test_a_module_that_gives_no_values_is_named(reset: bool) -> None:
         model[0][1].reset_parameters = lambda: None
     with pytest.raises(ConfigError, match=r"0\.1 \(Positions\) has places on the meta device"):
         record_resets(model)
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_lazy_module_without_a_batch_is_refused(defers: bool) -> None:
+    with deferred_init() if defers else nullcontext():
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+
+    def run(rank: PipelineRank) -> str:
+        with pytest.raises(ConfigError) as refused:
+            rank.cut(model, F.cross_entropy, microbatches=2, cuts=["1"])
+        return str(refused.value)
+
+    for sentence in on_ranks(run, 2):
+        assert sentence.startswith("1.weight is uninitialised (lazy): run one batch through")
 
 
 def test_a_model_without_values_is_refused_where_there_are_no_stages() -> None:
