@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from paceline.errors import CommError, ConfigError
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
 _PLACE = "the "  # begins the name of a place in a loop, instead of a call's
 _SHOWN = 80  # characters of names in an error
+_BROADCAST_BYTES = 2**24  # of one broadcast, unless a tensor alone has more
 
 
 class Ticket(Protocol):
@@ -198,22 +199,38 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:
-    """Give all ranks rank 0's values of `tensors`, one broadcast a dtype; collective.
+    """Give all ranks rank 0's values of `tensors`; collective.
 
-    Those of a GPU travel through this machine's memory, where ranks may share the GPU.
+    Many travel in one broadcast, of which a copy is made: not of all tensors at once. Those of a
+    GPU travel through this machine's memory, where ranks may share the GPU.
     """
     if communicator.world_size == 1:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
+    for alike in _pieces(tensors):
         flat = torch.cat([tensor.detach().flatten() for tensor in alike]).cpu()
         # as bytes: some dtypes are unknown to some transports
         communicator.broadcast(flat.view(torch.uint8)).wait(operation)
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one dtype that are broadcast together."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        piece: list[Tensor] = []
+        nbytes = 0
+        for tensor in alike:
+            if piece and nbytes + tensor.nbytes > _BROADCAST_BYTES:
+                yield piece
+                piece = []
+                nbytes = 0
+            piece.append(tensor)
+            nbytes += tensor.nbytes
+        yield piece
 
 
 def gather_counts(communicator: Communicator, count: int, operation: str) -> list[int]:

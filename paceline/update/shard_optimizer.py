@@ -73,8 +73,9 @@ class ShardOptimizer(DividedOptimizer):
         # The model has the parameters: those of all shards share the memory for an
         # update, which one thread makes bucket by bucket. Masters are nowhere else.
         longest: dict[torch.dtype, int] = {}
-        for _, memory in shards.values():
-            longest[memory.dtype] = max(longest.get(memory.dtype, 0), len(memory))
+        for index, (_, memory) in shards.items():
+            if index not in self.wide:
+                longest[memory.dtype] = max(longest.get(memory.dtype, 0), len(memory))
         shared = {dtype: torch.empty(numel, dtype=dtype) for dtype, numel in longest.items()}
         for index, (shard, memory) in shards.items():
             bucket = self._buckets[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,6 +45,28 @@ def first_of_rank_0(c: Communicator) -> list[torch.Tensor]:
     ]
     broadcast_all(c, mixed, "a broadcast")
     return mixed
+
+
+class Sizes:
+    """A communicator's broadcasts, whose sizes are noted."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.world_size = communicator.world_size
+        self.noted: list[int] = []
+        self._communicator = communicator
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        self.noted.append(tensor.nbytes)
+        return self._communicator.broadcast(tensor)
+
+
+def large_ones_of_rank_0(c: Communicator) -> tuple[list[int], list[float]]:
+    values = float(1 + c.rank)
+    layers = [torch.full((size << 20,), values).bfloat16() for size in (3, 4, 2, 10, 1)]
+    layers.append(torch.full((5,), values))
+    sizes = Sizes(c)
+    broadcast_all(cast("Communicator", sizes), layers, "a broadcast")
+    return sizes.noted, [float(layer.double().mean()) for layer in layers]
 
 
 def gathered(c: Communicator) -> list[bytes]:
@@ -101,6 +123,13 @@ def test_all_ranks_get_rank_0s_tensors_of_any_dtype_and_layout(run: Run) -> None
         assert floats.eq(0).all()
         assert int(whole) == 5
         assert image.eq(1).all()
+
+
+def test_tensors_are_broadcast_in_pieces_of_which_each_is_copied_once() -> None:
+    for sizes, means in run_ranks(2, large_ones_of_rank_0):
+        # In bfloat16: 3 and 4 Mi values are 14 MiB; a tensor with more than 16 MiB travels alone.
+        assert sizes == [7 << 21, 2 << 21, 10 << 21, 1 << 21, 20]
+        assert means == [1.0] * 6
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,14 +87,14 @@ class Transport:
             self._links[links, loop.OF_PEER] = peer
             self._links[links, loop.FIRST] = links.start
             self._links[links, loop.BEHIND] = links.stop
-        self._puts = _words(_PUTS, loop.PUTS)
+        self._puts = _untouched_words(_PUTS, loop.PUTS)
         self.values = _words(len(sockets), notifications)
         self._waits = _words(_SLEEPERS, loop.WAIT)
         self._asleep = self._waits.data.cast("B")
         self._marks = _words(marks, loop.MARK)
         self._rows = self._puts.data.cast("B")
         self._words = self._state.data
-        self._free = list(range(_PUTS))
+        self._free: list[int] = []  # a heap of rows below `_top`
         self._sources: dict[int, object] = {}
         self._order = self._top = 0
         self._gone = 0
@@ -341,9 +343,9 @@ class Transport:
 
     def _take(self, count: int) -> list[int]:
         """Take free rows, the lowest first."""
-        if self._words[loop.GONE] - self._gone > _FEW or len(self._free) < count:
+        if self._words[loop.GONE] - self._gone > _FEW or self._room < count:
             self._reap()
-        if len(self._free) < count:
+        if self._room < count:
             raise CommError(
                 Message(
                     "{:,} chunks are in flight, which is the maximum: a peer does not receive, or "
@@ -352,9 +354,19 @@ class Transport:
                 )
             )
         # The lowest, because the loop looks at all rows up to the highest that is in use.
-        slots = [heapq.heappop(self._free) for _ in range(count)]
-        self._top = max(self._top, slots[-1] + 1)
+        slots = []
+        for _ in range(count):
+            if self._free:
+                slots.append(heapq.heappop(self._free))
+            else:
+                slots.append(self._top)
+                self._top += 1
         return slots
+
+    @property
+    def _room(self) -> int:
+        """The number of free rows."""
+        return len(self._free) + _PUTS - self._top
 
     def reap(self) -> None:
         """Release the rows and sources of sent puts."""
@@ -376,6 +388,12 @@ class Transport:
 
 def _words(*shape: int) -> _Words:
     return np.zeros(shape, np.int64)
+
+
+def _untouched_words(*shape: int) -> _Words:
+    """Return zeros of which no page takes memory before it is written."""
+    pages = mmap(-1, 8 * prod(shape), MAP_PRIVATE | MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.int64).reshape(shape)
 
 
 class WakeEvent:
