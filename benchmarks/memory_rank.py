@@ -201,12 +201,15 @@ def with_paceline(row: str, setting: Mapping[str, Any]) -> None:
     optimizer = optimizer_of(model)
     paceline.parallelize(model, optimizer, world, **METHODS[method])
     held: dict[str, int] = {}
-    for number in range(setting["steps"]):
+    for number in range(setting["steps"] + 1):
+        if number == setting["steps"]:
+            world.settle()
+            peak.stop()  # what looks at all objects takes memory, too
         with world.step():
             with torch.autocast("cpu", torch.bfloat16, enabled=method == "bf16"):
                 loss = model(torch.ones(2, WIDTH)).mean()
             loss.backward()
-            if number == setting["steps"] - 1:
+            if number == setting["steps"]:
                 held = owners(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -238,9 +241,11 @@ def with_torch(row: str, setting: Mapping[str, Any]) -> None:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = optimizer_of(trained)
     held: dict[str, int] = {}
-    for number in range(setting["steps"]):
+    for number in range(setting["steps"] + 1):
+        if number == setting["steps"]:
+            peak.stop()
         trained(torch.ones(2, WIDTH)).mean().backward()
-        if number == setting["steps"] - 1:
+        if number == setting["steps"]:
             held = owners(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -253,7 +258,6 @@ def write(
     setting: Mapping[str, Any], rank: int, peak: Peak, before: int, held: Mapping[str, int]
 ) -> None:
     """Write what a rank found, as multiples of the weights in float32."""
-    peak.stop()
     weights = sum(p.numel() * 4 for p in model_of(setting["mb"]).to("meta").parameters())
     found = {"peak": peak.bytes - before, **held}
     multiples = {name: round(size / weights, 4) for name, size in found.items()}
