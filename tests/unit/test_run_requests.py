@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from paceline.cluster.supervision.requests.run_requests import (
     ask_status,
     first_asked,
 )
-from paceline.cluster.supervision.requests.run_socket import Request, RunSocket
+from paceline.cluster.supervision.requests.run_socket import Answer, Request, RunSocket
 from paceline.cluster.supervision.requests.run_status import MemberLoss, MemberStatus, RunStatus
 from paceline.errors import CommError
 
@@ -205,22 +205,48 @@ def test_nonsense_is_answered_with_an_error(sent: bytes) -> None:
         assert ask(record(socket=made.name), Request(kind="status")).status
 
 
+class Occupied(Handler):
+    """A handler that the first client occupies until a test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def status(self) -> RunStatus:
+        self.asked.set()
+        assert self.free.wait(10)
+        return STATUS
+
+
 def test_a_silent_client_delays_the_next_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_socket, "CLIENT_S", 0.1)
-    with (
-        closing(RunSocket(Handler())) as made,
-        socket.socket(socket.AF_UNIX) as silent,
-    ):
-        silent.connect(f"\0{made.name}")
-        assert ask(record(socket=made.name), Request(kind="status")).status
-        silent.settimeout(10)
+    """Both come while another one is answered, and the second has sent its request by then."""
+    handler = Occupied()
+    with closing(RunSocket(handler)) as made, ExitStack() as stack:
+
+        def client(request: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(10)
+            connection.connect(f"\0{made.name}")
+            if request:
+                connection.sendall(request)
+                connection.shutdown(socket.SHUT_WR)
+            return connection
+
+        asks = Request(kind="status").to_text().encode()
+        client(asks)
+        assert handler.asked.wait(10)
+        monkeypatch.setattr(run_socket, "CLIENT_S", 0.1)
+        silent, second = client(b""), client(asks)
+        handler.free.set()
         assert silent.recv(1) == b""
+        assert Answer.from_text(second.recv(10_000)).status == STATUS.to_text()
 
 
 def test_a_closed_socket_refuses_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())  # perhaps with a thread of an earlier test
     made = RunSocket(Handler())
     made.close()
-    assert "run socket" not in [thread.name for thread in threading.enumerate()]
+    assert not set(threading.enumerate()) - before
     with pytest.raises(ConnectionRefusedError):
         ask(record(socket=made.name), Request(kind="status"))
 

@@ -218,7 +218,7 @@ class AcceptorRecord:
             if time.monotonic() > deadline:
                 if not self._kill_stopped_holder():
                     raise self._late("process")
-                deadline = time.monotonic() + self._limit  # for the kernel to end the process
+                deadline = time.monotonic() + _LIMIT_S  # for the kernel to end the process
             time.sleep(pause)
             pause = min(1.5 * pause, 0.005)
 
