@@ -231,6 +231,6 @@ def test_stop_ends_workers_without_their_supervisor(
     assert main(["stop", str(run.run_folder)]) == 0
     ended = r"run r is stopped: [34] processes on this machine ended\."  # the supervisor may count
     assert re.search(ended, capfd.readouterr().out)
-    assert all_end(run.workers(), limit=1)
+    assert all_end(run.workers())
     assert proof_of(run.run_folder).exact
     assert "is saved in runs/r" in run.wait().text

@@ -139,7 +139,7 @@ def test_a_signal_ends_scripts_and_their_children(
     assert len(family) == 6  # of each worker: the guard, the shell, its sleep
     command.send(number)
     assert command.wait(limit=10).status == status
-    assert all_end(family, limit=1)
+    assert all_end(family)
 
 
 def test_scripts_end_with_a_killed_supervisor(tmp_path: Path) -> None:

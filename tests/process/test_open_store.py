@@ -70,7 +70,7 @@ def test_a_signal_ends_a_machine_whose_machine_0_is_stopped(
     machines, actors = formed(stage, rendezvous)
     machines[0].send(signal.SIGSTOP)
     machines[1].send(signal.SIGTERM)
-    with at_most(12):
+    with at_most(20):
         assert machines[1].status() == 128 + signal.SIGTERM
     assert actors[1].ended()
 

@@ -113,12 +113,13 @@ def test_who_waits_says_for_whom(stage: Stage, store: StoreSpec) -> None:
 
 
 def test_a_machine_that_never_comes_is_named_at_the_limit(stage: Stage, store: StoreSpec) -> None:
-    first = stage.start(plan(store, 0, 4, first_iter_timeout=2.5))
-    last = stage.start(plan(store, 2, 4, first_iter_timeout=5.0))
-    with at_most(12):
+    last = stage.start(plan(store, 2, 4, first_iter_timeout=8.0))
+    assert said(last, "waiting for machine 0 of 4")
+    first = stage.start(plan(store, 0, 4, first_iter_timeout=3.0))
+    with at_most(20):
         assert first.status() == 1
         assert last.status() == 1
-    assert "machines 1, 3 of 4 didn't come within 2.5 s: start them with --run_id r" in first.text
+    assert "machines 1, 3 of 4 didn't come within 3 s: start them with --run_id r" in first.text
     assert left_behind(store) == []
 
 
@@ -130,7 +131,7 @@ def test_a_live_run_is_not_disturbed_by_another_of_its_name(
     live = stage.start(plan(rendezvous, 0, 1))
     actors = stage.actors(1)
     another = stage.start(plan(rendezvous, 0, 1))
-    with at_most(8):
+    with at_most(20):
         assert another.status() == 2
     host = os.uname().nodename
     assert f"--run_id r is in use by a live run on host {host}" in another.text
@@ -161,7 +162,7 @@ def test_a_machines_number_that_a_live_one_has_is_refused(stage: Stage, store: S
     supervisors = [stage.start(plan(store, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
     another = stage.start(plan(store, 1))
-    with at_most(8):
+    with at_most(20):
         assert another.status() == 2
     assert "--shard_id 1 of run 'r' is taken by a live machine" in another.text
     end(actors, supervisors)
@@ -185,7 +186,7 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) 
     assert all(actor.ended() for actor in old)
     follower = stage.start(plan(rendezvous, 1))  # finds the dead run first
     assert said(follower, "waiting for machine 0 of 2")
-    with at_most(LIMIT_S + 5):
+    with at_most(LIMIT_S + 15):
         leader = stage.start(plan(rendezvous, 0))
         new = stage.actors(2)
     assert {actor.environment.start_id for actor in new}.isdisjoint(
@@ -259,7 +260,7 @@ def test_a_signal_ends_the_wait_and_leaves_nothing(
 ) -> None:
     supervisor = stage.start(plan(store, machine))
     assert said(supervisor, "waiting for")
-    with at_most(3):
+    with at_most(20):
         supervisor.send(signal.SIGINT)
         assert supervisor.status() == 130
     assert left_behind(store) == []
@@ -279,7 +280,7 @@ def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: S
     inside.set("lease/far", "1234")
     (Path(folder.address) / SPACE / "tmp=half").mkdir()
     (Path(folder.address) / SPACE / "older incarnation").mkdir()
-    with at_most(LIMIT_S + 4):
+    with at_most(LIMIT_S + 15):
         supervisor = stage.start(plan(folder, 0, 1))
         actors = stage.actors(1)
     end(actors, [supervisor])

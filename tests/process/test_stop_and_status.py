@@ -52,6 +52,7 @@ def orphans(stage: Stage, tmp_path: Path) -> list[Actor]:
     return actors
 
 
+@pytest.mark.alone
 def test_orphans_are_found_and_stopped(
     orphans: list[Actor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +137,7 @@ def holder_of(run: Path, byte: int) -> int:
     return 0 if kind == fcntl.F_UNLCK else pid
 
 
+@pytest.mark.alone
 def test_a_run_of_the_command_is_shown_and_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_lost_peer_is_not_the_cause_that_is_said(stage: Stage) -> None:
     assert "ended its connection" not in supervisor.text
 
 
+@pytest.mark.alone
 def test_a_lost_peer_is_said_where_nobody_says_more(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     with at_most(5):
@@ -97,6 +98,7 @@ def test_the_cause_is_said_of_a_worker_that_takes_its_time_to_end(stage: Stage) 
     assert supervisor.text == f"paceline: rank 1 on machine 0 ({host}): ended with status 3.\n"
 
 
+@pytest.mark.alone
 def test_a_killed_worker_is_named_with_its_signal(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     actors = stage.actors(2)
@@ -124,6 +126,7 @@ def test_the_last_workers_failure_counts_after_the_others_ended_well(stage: Stag
     assert supervisor.status() == 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
@@ -138,6 +141,7 @@ def test_a_signal_ends_everything(stage: Stage, number: signal.Signals, status: 
     assert all(actor.ended() for actor in actors)
 
 
+@pytest.mark.alone
 def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
@@ -160,6 +164,7 @@ def test_a_killed_supervisor_leaves_no_folder_behind(stage: Stage) -> None:
     assert not error_file.parent.exists()
 
 
+@pytest.mark.alone
 def test_a_second_signal_leaves_what_saving_takes(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
@@ -172,6 +177,7 @@ def test_a_second_signal_leaves_what_saving_takes(stage: Stage) -> None:
     assert actor.ended()
 
 
+@pytest.mark.alone
 def test_ctrl_c_reaches_workers_that_wait_in_c_plus_plus(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2), FULL)
     actors = stage.actors(2)
@@ -184,6 +190,7 @@ def test_ctrl_c_reaches_workers_that_wait_in_c_plus_plus(stage: Stage) -> None:
     assert all(actor.ended() for actor in actors)
 
 
+@pytest.mark.alone
 def test_a_killed_supervisor_leaves_no_orphans(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2), FULL)
     waits, parent = stage.actors(2)
@@ -224,6 +231,7 @@ def test_a_command_that_isnt_there_is_a_sentence(
     assert "/nowhere/python can't be started: No such file" in supervisor.text
 
 
+@pytest.mark.alone
 def test_all_machines_say_the_one_cause(stage: Stage, rendezvous: StoreSpec) -> None:
     supervisors = [stage.start(machine(number, rendezvous)) for number in (0, 1)]
     first, second = stage.actors(2)
@@ -238,6 +246,7 @@ def test_all_machines_say_the_one_cause(stage: Stage, rendezvous: StoreSpec) -> 
         assert "ended its connection" not in supervisor.text
 
 
+@pytest.mark.alone
 def test_a_signal_on_one_machine_ends_the_others(stage: Stage, rendezvous: StoreSpec) -> None:
     supervisors = [stage.start(machine(number, rendezvous)) for number in (0, 1)]
     actors = stage.actors(2)

@@ -261,7 +261,7 @@ def test_a_killed_worker_is_named_and_a_stop_leaves_nothing(data: Path, tmp_path
     assert ended.status == 130
     assert "was killed" not in ended.text
     assert "Traceback" not in ended.text
-    assert all_end(family, limit=0)
+    assert all_end(family)
 
 
 def test_a_live_run_is_refused_a_second_start(
