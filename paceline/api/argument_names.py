@@ -26,7 +26,7 @@ _ARGUMENTS = {
             *("first_iter_timeout", "timeout", "idle_timeout"),
             *("bucket_mb", "sync", "sync_bn", "wire", "update", "param_dtype"),
             *("transport", "connections", "trace_steps", "snapshots", "snapshot_memory_mb"),
-            *("tracker", "shares", "mesh", "snapshot_copies", "cuts"),
+            *("tracker", "shares", "mesh", "snapshot_copies", "cuts", "microbatches", "schedule"),
         )
     },
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.server import Server, parse_server
 from paceline.config.world import ASYNCHRONOUS, CHOICES, SyncConfig
 from paceline.errors import ConfigError, many
+from paceline.parallel.divided_modules import wholes_of
 from paceline.parallel.stage import Stage
 from paceline.session.exchange_checks import check_shares, refuse_gpu, refuse_stale
 from paceline.session.resume.edits import parameter_names
@@ -174,9 +175,13 @@ def parallelize(
             world._models.restore(pair)
         world._loop.use(world._models.bind(pairs))
         served = average is not None and average.through == "server"  # which is reached by TCP
-        notes = [] if served else config.idle_on_one_machine
-        if len(context.world.generation.workers_per_machine) == 1 and world.rank == 0:
-            for note in notes:
+        if world.rank == 0:
+            one_machine = len(context.world.generation.workers_per_machine) == 1
+            for note in chain(
+                config.idle_on_one_machine if one_machine and not served else (),
+                idle_servers(run.store) if server is None and not served else (),
+                undivided([pair.model for pair in world._models.pairs], context.mesh.lengths),
+            ):
                 print_message_for_scripts(note)
     return model, optimizer
 
@@ -204,6 +209,36 @@ def number_of_servers(server: Server, store: Store | None) -> int:
             f"servers={started}, or leave it out."
         )
     return server.servers
+
+
+def idle_servers(store: Store | None) -> Iterator[str]:
+    """Yield what a start says whose launcher has started servers for another exchange."""
+    started = 0 if store is None else started_servers(store)
+    if started:
+        yield (
+            f"paceline launch started {many(started, 'server')} with --num_servers {started}, "
+            'which this model doesn\'t use: pass sync="server" to paceline.parallelize(), or leave '
+            "out --num_servers."
+        )
+
+
+def undivided(models: Sequence[nn.Module], lengths: Mapping[str, int]) -> Iterator[str]:
+    """Yield what a start says in whose mesh no model is divided.
+
+    Args:
+        models: those of the world.
+        lengths: of the mesh's axes.
+    """
+    divided = any(wholes_of(module) for model in models for module in model.modules())
+    if divided or any(isinstance(model, Stage) for model in models):
+        return
+    for axis, call in (("stage", "stages"), ("tensor", "tensor_parallel")):
+        if lengths[axis] > 1:
+            yield (
+                f"mesh has the axis {axis!r} of {lengths[axis]} ranks, which all train a model of "
+                f"their own: pass it to paceline.{call}() before paceline.parallelize(), or leave "
+                f"out {axis!r}."
+            )
 
 
 def _staleness(server: Server | None) -> str:

@@ -254,13 +254,26 @@ def test_a_script_on_servers_that_launch_starts_equals_one_process(tmp_path: Pat
     assert distance(load(tmp_path / "served.pt"), load(tmp_path / "plain.pt")) < EXACT
 
 
+UNSERVED = """
+import paceline
+import torch
+
+world = paceline.join()
+model = torch.nn.Linear(1, 1)
+paceline.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+world.close()
+"""
+
+
 @pytest.mark.timeout(300)
-def test_a_script_without_use_for_the_servers_ends_them(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import paceline\npaceline.join().close()\n")
+def test_a_script_without_use_for_the_servers_says_so_and_ends_them(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNSERVED)
     command = ("launch", "-n", "2", "--num_servers", "1", "--", sys.executable, "script.py")
     with no_process_left() as environment:
         ended = Command(*command, folder=tmp_path, environment=environment).wait()
         assert ended.status == 0, ended.text
+    said = "launch started 1 server with --num_servers 1, which this model doesn't use: pass sync="
+    assert ended.text.count(said) == 1
 
 
 def test_launch_without_servers_names_its_option_where_the_script_needs_one(

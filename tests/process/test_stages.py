@@ -50,6 +50,7 @@ def test_replicas_of_two_stages_train_each_sample_once(tmp_path: Path, way: str)
     ended = run("paceline", *SCRIPT, way, folder=tmp_path, ranks=4)
     assert ended.status == 0, ended.text
     assert "Traceback" not in ended.text
+    assert ended.text.count("mesh has the axis 'stage' of 2 ranks, which all train a model of") == 1
     for epoch in range(EPOCHS):
         assert ended.text.count(f"epoch {epoch}: {SAMPLES} of 2 replicas") == 4
     assert (

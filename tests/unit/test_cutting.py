@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.api.parallelize import refuse_other_stages
+from paceline.api.parallelize import refuse_other_stages, undivided
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import block_paths, cut_paths, take_part
 from paceline.parallel.cuts import Cost, best_cuts, block_costs
@@ -112,12 +112,26 @@ def test_a_mesh_that_breaks_a_rule_is_refused(mesh: Any, sentence: str) -> None:
         paceline.join(mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    ("axis", "sentence"),
+    [
+        ("stage", "mesh has the axis 'stage' of 2 ranks, which .* pass it to paceline.stages()"),
+        ("tensor", "mesh has the axis 'tensor' of 2 ranks, .* to paceline.tensor_parallel()"),
+    ],
+)
+def test_a_whole_model_in_a_mesh_is_named(axis: str, sentence: str) -> None:
+    (note,) = undivided([model()], {"data": 1, "stage": 1, "tensor": 1} | {axis: 2})
+    assert re.match(sentence, note)
+    assert [*undivided([model()], {"data": 2, "stage": 1, "tensor": 1})] == []
+
+
 def test_an_optimizer_of_the_whole_model_is_refused() -> None:
     whole = model()
 
     def run(rank: PipelineRank) -> None:
         stage = rank.cut(whole, F.cross_entropy, microbatches=2, cuts=["1"])
         own = {*stage.parameters()}
+        assert [*undivided([whole, stage], {"stage": 2, "tensor": 1})] == []
         refuse_other_stages([stage], own, torch.optim.SGD([*own], lr=0.1))
         refuse_other_stages([whole], own, torch.optim.SGD(whole.parameters(), lr=0.1))
         refuse_other_stages([stage], own, torch.optim.SGD([*own, *whole.parameters()], lr=0.1))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.api.argument_names import errors_name_arguments
 from paceline.errors import ConfigError
 from paceline.parallel import schedules
 from paceline.parallel.schedules import (
@@ -145,3 +146,13 @@ def test_what_has_no_schedule_is_refused(
     with pytest.raises(ConfigError) as refused:
         make_schedule(name, stages, microbatches)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "sentence"),
+    [("1f1b", 1, "microbatches 1: must be"), ("1F1B", 2, "schedule 1F1B: must be")],
+)
+def test_a_script_reads_of_arguments(name: str, microbatches: int, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused, errors_name_arguments():
+        make_schedule(name, 2, microbatches)
+    assert str(refused.value).startswith(sentence)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from paceline.api.parallelize import number_of_servers
+from paceline.api.parallelize import idle_servers, number_of_servers
 from paceline.cli.main import main
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.server_registration import (
@@ -403,6 +403,16 @@ def test_fewer_servers_than_a_launcher_has_started_are_refused() -> None:
     assert number_of_servers(Server(), store) == 2
     assert number_of_servers(Server(servers=3), store) == 3  # the third comes by paceline serve
     assert number_of_servers(Server(servers=1), HashStore()) == 1
+
+
+def test_servers_that_a_launcher_has_started_for_another_exchange_are_named() -> None:
+    store = HashStore()
+    assert [*idle_servers(None), *idle_servers(store)] == []
+    announce_servers(store, 0)
+    assert [*idle_servers(store)] == []
+    announce_servers(store, 2)
+    (note,) = idle_servers(store)
+    assert note.startswith("paceline launch started 2 servers with --num_servers 2, which")
 
 
 def test_more_servers_than_a_bucket_has_parts_are_refused() -> None:
