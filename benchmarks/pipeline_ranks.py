@@ -46,7 +46,7 @@ from torch.nn import functional
 import paceline
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.models.zoo import build_model
-from paceline.parallel.interpreter import Interpreter, Microbatches
+from paceline.parallel.interpreter import Interpreter
 from paceline.parallel.meta_twin import TensorSpec
 from paceline.parallel.schedules import SCHEDULES, make_schedule
 
@@ -347,19 +347,14 @@ def _parts(stage: Stage, schedule: str) -> dict[str, float]:
         lambda output, labels=labels: stage.loss(output, labels) / count
         for labels in stage.y.tensor_split(count)
     ]
-    batch = Microbatches(
-        inputs=stage.x.tensor_split(count) if stage.first else (),
-        losses=weighted if stage.last else (),
-    )
     alone: Any = _NoLink(stage)
     interpreter = Interpreter(
         stage.part,
         stage.part.parameters,
         alone,
-        first=stage.first,
-        last=stage.last,
+        inputs=stage.x.tensor_split(count) if stage.first else None,
+        losses=weighted if stage.last else None,
         recomputes=False,
-        batch=batch,
     )
     alone = SimpleNamespace(no_sync=nullcontext)
     interpreter.run(tasks, alone, time.monotonic_ns)

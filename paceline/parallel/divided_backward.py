@@ -14,9 +14,9 @@ So it does with checkpointed activations, which each call would compute again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ class DividedBackward:
         with ExitStack() as hooks:
             for nodes, _ in self._groups or ():
                 for node in nodes:
-                    hooks.callback(node.register_prehook(self._keep(node)).remove)
+                    keep = partial(self._arrived.__setitem__, node)
+                    hooks.callback(node.register_prehook(keep).remove)
             found = torch.autograd.grad(
                 self._ends, self._inputs, self._gradients, retain_graph=True, allow_unused=True
             )
@@ -82,7 +83,9 @@ class DividedBackward:
             with ExitStack() as hooks:
                 if len(nodes) > 1:  # what flows from one to the next was in what arrived there
                     for node in nodes:
-                        hooks.callback(node.register_prehook(self._replace(node)).remove)
+                        arrived = self._arrived.get(node)
+                        replace = node.register_prehook(lambda _, arrived=arrived: arrived)
+                        hooks.callback(replace.remove)
                 if edges:
                     torch.autograd.backward(
                         [*edges],
@@ -90,15 +93,6 @@ class DividedBackward:
                         retain_graph=True,
                         inputs=parameters,
                     )
-
-    def _keep(self, node: Node) -> Callable[[Any], None]:
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            self._arrived[node] = gradients
-
-        return keep
-
-    def _replace(self, node: Node) -> Callable[[Any], Any]:
-        return lambda _: self._arrived.get(node)
 
     def _grouped(self) -> list[tuple[list[Node], list[Tensor]]] | None:
         """Return the parameters that hang of the same nodes of the way, and these nodes.

@@ -23,19 +23,6 @@ from paceline.parallel.link import StageLink
 from paceline.parallel.schedules import Task
 
 
-class Microbatches(NamedTuple):
-    """Inputs and losses of a batch's microbatches, as far as this stage has them.
-
-    Attributes:
-        inputs: on the first stage, by microbatch.
-        losses: on the last stage, by microbatch, a function from its output to its loss, weighted
-            so that the sum of all losses is the mean over the batch.
-    """
-
-    inputs: Sequence[Tensor]
-    losses: Sequence[Callable[[Any], Tensor]]
-
-
 class TaskTime(NamedTuple):
     """Begin, end and wait of a task, in nanoseconds of the system's monotonic clock."""
 
@@ -66,9 +53,11 @@ class Interpreter:
         part: runs the stage's blocks.
         parameters: lists what gets gradients.
         link: connects the stages; None: there is one stage.
-        first, last: whether this stage is.
+        inputs: by microbatch; None: this isn't the first stage.
+        losses: on the last stage, by microbatch, a function from its output to its loss, weighted
+            so that the sum of all losses is the mean over the batch; () in an evaluation. None:
+            this isn't the last stage.
         recomputes: whether backward computes activations again.
-        batch: the microbatches.
 
     Attributes:
         outputs: on the last stage, what each forward pass has returned: losses, where there are.
@@ -81,20 +70,18 @@ class Interpreter:
         parameters: Callable[[], Iterable[Tensor]],
         link: StageLink | None,
         *,
-        first: bool,
-        last: bool,
+        inputs: Sequence[Tensor] | None,
+        losses: Sequence[Callable[[Any], Tensor]] | None,
         recomputes: bool,
-        batch: Microbatches,
     ) -> None:
         self._part = part
         self._parameters = parameters
         self._link = link
-        self._first = first
-        self._last = last
+        self._inputs = inputs
+        self._losses = losses
         self._recomputes = recomputes
-        self._batch = batch
         # By microbatch, until their backward: leaves of a graph, its ends, and the ends' gradients.
-        self._inputs: dict[int, list[Tensor]] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
         self._ends: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._divided: dict[int, DividedBackward] = {}
@@ -117,22 +104,22 @@ class Interpreter:
 
     def _forward(self, m: int) -> None:
         leaves: list[Tensor] = []
-        if self._first:
+        if self._inputs is not None:
             # With a count of writes of its own: a block may write to one of the batch's views.
-            value: Value = self._batch.inputs[m].data
+            value: Value = self._inputs[m].data
         else:
             value = self._received(1, m)
             if torch.is_grad_enabled():
-                leaves = [x.requires_grad_(_differentiable(x)) for x in tensors_in(value)]
-                value = tree_map(_same, value)
+                leaves = [x.requires_grad_(is_differentiable(x)) for x in tensors_in(value)]
+                value = tree_map(same, value)
         output = self._part(value)
-        if self._last and self._batch.losses:
-            output = self._batch.losses[m](output)
+        if self._losses:
+            output = self._losses[m](output)
         ends = tensors_in(output)
         if torch.is_grad_enabled():
-            self._inputs[m] = leaves
+            self._leaves[m] = leaves
             self._ends[m] = ends
-        if not self._last:
+        if self._losses is None:
             self._put(1, output, m)
         else:
             self.outputs[m] = output.detach() if torch.is_grad_enabled() else output
@@ -142,12 +129,12 @@ class Interpreter:
         ends, gradients = self._with_graphs(m)
         if ends:
             torch.autograd.backward(ends, gradients)
-        leaves = self._inputs.pop(m)
+        leaves = self._leaves.pop(m)
         self._send_gradients(leaves, [x.grad for x in leaves], m)
 
     def _backward_input(self, m: int) -> None:
         self._receive_gradients(m)
-        leaves = self._inputs.pop(m)
+        leaves = self._leaves.pop(m)
         wanted = [x for x in leaves if x.requires_grad]
         divided = DividedBackward(
             *self._with_graphs(m), wanted, self._parameters(), whole=self._recomputes
@@ -166,19 +153,19 @@ class Interpreter:
         return [end for end, _ in found], [gradient for _, gradient in found]
 
     def _receive_gradients(self, m: int) -> None:
-        if self._last:
+        if self._losses is not None:
             self._gradients[m] = [None]
             return
         arrived = iter(tensors_in(self._received(-1, m)))
         self._gradients[m] = [
-            next(arrived) if _differentiable(end) else None for end in self._ends[m]
+            next(arrived) if is_differentiable(end) else None for end in self._ends[m]
         ]
 
     def _send_gradients(
         self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], m: int
     ) -> None:
         """Send the leaves' gradients; zeros for one on which no loss depends."""
-        if self._first:
+        if self._inputs is not None:
             return
         pairs = zip(leaves, gradients, strict=True)
         self._put(
@@ -214,10 +201,12 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
-def _same(x: Tensor) -> Tensor:
-    same: Tensor = _Same.apply(x)  # type: ignore[no-untyped-call]
-    return same
+def same(x: Tensor) -> Tensor:
+    """Return a leaf's values as what isn't a leaf, in its memory."""
+    found: Tensor = _Same.apply(x)  # type: ignore[no-untyped-call]
+    return found
 
 
-def _differentiable(x: Tensor) -> bool:
+def is_differentiable(x: Tensor) -> bool:
+    """Return whether a tensor may have gradients."""
     return x.is_floating_point() or x.is_complex()

@@ -26,7 +26,7 @@ from paceline.errors import CommError, ConfigError
 from paceline.generation.context import GenerationContext
 from paceline.generation.run import Run
 from paceline.parallel.blocks import tensors_in
-from paceline.parallel.interpreter import GradientSync, Interpreter, Microbatches, TaskTime
+from paceline.parallel.interpreter import GradientSync, Interpreter, TaskTime
 from paceline.parallel.link import StageLink
 from paceline.parallel.meta_twin import Boundary, MetaTwin, TensorSpec
 from paceline.parallel.schedules import Schedule, Task
@@ -188,18 +188,13 @@ class Pipeline:
     ) -> Interpreter:
         stage = self._stage
         self._connect(boundaries)
-        batch = Microbatches(
-            inputs=_cut(x, self.options.microbatches) if stage == 0 else (),
-            losses=losses if stage == len(self.schedule) - 1 else (),
-        )
         return Interpreter(
             part,
             parameters,
             self._link,
-            first=stage == 0,
-            last=stage == len(self.schedule) - 1,
+            inputs=_cut(x, self.options.microbatches) if stage == 0 else None,
+            losses=losses if stage == len(self.schedule) - 1 else None,
             recomputes=self.options.checkpoint_activations,
-            batch=batch,
         )
 
     def _boundaries(self, call: str, x: Tensor, y: Tensor | None = None) -> list[list[Boundary]]:

@@ -7,8 +7,8 @@ model.whole_state_dict()            the parts of all stages
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from paceline.comm.communicator import gather_states
 from paceline.errors import ConfigError
 from paceline.parallel.blocks import Glue, run_blocks
 from paceline.parallel.divided_modules import divided_dims
+from paceline.parallel.interpreter import is_differentiable, same
 from paceline.parallel.meta_twin import MetaTwin
 from paceline.parallel.pipeline import Pipeline
 
@@ -140,36 +141,30 @@ class Stage(nn.Module):
 def _checkpoint_contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _UnchangedBuffers(module), _KeptStatistics(module)
+    return _unchanged_buffers(module), _KeptStatistics(module)
 
 
-class _UnchangedBuffers:
-    """Context of blocks that may change no buffers but those of norms: they run once more."""
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Run blocks that may change no buffers but those of norms: they run once more."""
+    earlier = _buffer_versions(module).items()
+    yield
+    if changed := dict(_buffer_versions(module).items() - earlier):
+        raise ConfigError(
+            f"the model's forward changes its buffer {min(changed)}, but checkpointed "
+            "activations are computed twice: train without checkpointing activations, or "
+            "replace what changes buffers in forward, such as spectral_norm."
+        )
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._versions: dict[str, tuple[int, int]] = {}
 
-    def __enter__(self) -> None:
-        self._versions = self._now()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        earlier = self._versions.items()
-        if kind is None and (changed := dict(self._now().items() - earlier)):
-            raise ConfigError(
-                f"the model's forward changes its buffer {min(changed)}, but checkpointed "
-                "activations are computed twice: train without checkpointing activations, or "
-                "replace what changes buffers in forward, such as spectral_norm."
-            )
-
-    def _now(self) -> dict[str, tuple[int, int]]:
-        """Return which tensor each buffer is, and how often it was written to."""
-        return {
-            f"{path}.{name}" if path else name: (id(buffer), buffer._version)
-            for path, module in self._module.named_modules()
-            if not isinstance(module, _NormBase)
-            for name, buffer in module.named_buffers(recurse=False)
-        }
+def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return which tensor each buffer is, but for those of norms, and how often it was written."""
+    return {
+        f"{path}.{name}" if path else name: (id(buffer), buffer._version)
+        for path, module in module.named_modules()
+        if not isinstance(module, _NormBase)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
 
 
 class _KeptStatistics:
@@ -194,25 +189,16 @@ class _KeptStatistics:
             norm.num_batches_tracked = batches
 
 
-class _NoBackward(torch.autograd.Function):
-    """Identity whose backward raises: for the output of an evaluation, which has no gradients."""
-
-    @staticmethod
-    def forward(_: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> None:
-        raise ConfigError(
-            "backward() of what model(x) returned, which evaluates: no stage computed gradients. "
-            "Call model.train_batch(x, y) in place of forward, loss and backward."
-        )
-
-
 def _without_backward(output: Tensor) -> Tensor:
     """Return an evaluation's output, whose backward raises an error that names the remedy."""
-    if not (output.is_floating_point() or output.is_complex()):
-        return output
-    anchor = torch.zeros((), requires_grad=True)
-    refusing: Tensor = _NoBackward.apply(output, anchor)  # type: ignore[no-untyped-call]
-    return refusing
+    if is_differentiable(output):
+        output = same(output.requires_grad_())
+        output.register_hook(_refuse_backward)
+    return output
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise ConfigError(
+        "backward() of what model(x) returned, which evaluates: no stage computed gradients. "
+        "Call model.train_batch(x, y) in place of forward, loss and backward."
+    )

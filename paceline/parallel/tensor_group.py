@@ -75,36 +75,24 @@ class TensorGroup(dist.ProcessGroup):
             self._reduce(tensor, options)
         return _ended(tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
-        """Reduce each tensor over the ranks, in place."""
-        return self.allreduce(tensors, options)
-
-    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> dist.Work:
-        """Concatenate all ranks' tensors along the first dimension."""
-        self._gather(own, output.chunk(self.size()))
-        return _ended([output])
+    allreduce_coalesced = allreduce  # type: ignore[assignment]  # its options have another name
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], owns: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        """Gather several tensors, each as `all_gather_single`."""
+        """Concatenate all ranks' tensors along the first dimension."""
         for output, own in zip(outputs, owns, strict=True):
-            self.all_gather_single(output, own)
+            self._gather(own, output.chunk(self.size()))
         return _ended(outputs)
-
-    def reduce_scatter_single(self, output: Tensor, own: Tensor, options: Any = None) -> dist.Work:
-        """Reduce over the ranks, and return this rank's part along the first dimension."""
-        reduced = own.clone()
-        self._reduce(reduced, options)
-        output.copy_(reduced.chunk(self.size())[self.rank()])
-        return _ended([output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], owns: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        """Reduce several tensors, each as `reduce_scatter_single`."""
+        """Reduce over the ranks, and return this rank's part along the first dimension."""
         for output, own in zip(outputs, owns, strict=True):
-            self.reduce_scatter_single(output, own, options)
+            reduced = own.clone()
+            self._reduce(reduced, options)
+            output.copy_(reduced.chunk(self.size())[self.rank()])
         return _ended(outputs)
 
     def all_to_all_single(

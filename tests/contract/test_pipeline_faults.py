@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.config.world import SyncConfig
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommTimeout, ConfigError, PeerLost
 from paceline.generation.run import Run
 from tests.harness.equivalence.pipelines import Connections, PipelineRank, ThreadContext, on_ranks
 
@@ -176,3 +176,15 @@ def test_an_evaluation_that_is_undone_ends_in_no_number_where_the_other_stage_ha
                 assert one.shape == (rows, 2)
                 assert one.isnan().all()
             assert tensors == 1 or len(output) == 2
+
+
+def test_the_output_of_an_evaluation_has_no_backward_but_may_be_written() -> None:
+    def run(rank: PipelineRank) -> str:
+        output = rank.cut(MODEL, F.cross_entropy, **OPTIONS)(X)
+        output += 1
+        with pytest.raises(ConfigError) as refused:
+            F.cross_entropy(output, Y).backward()
+        return str(refused.value)
+
+    for sentence in on_ranks(run, 2):
+        assert "Call model.train_batch(x, y) in place of forward, loss and backward." in sentence
