@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.algorithms.served.bounded_staleness import slots_note
+from paceline.algorithms.served.bounded_staleness import BoundedStaleness, slots_note
 from paceline.algorithms.synchronizer import Weights
 from paceline.comm.communicator import Communicator, require_same_call
 from paceline.errors import ConfigError
@@ -101,15 +101,18 @@ def test_a_worker_leads_by_the_staleness_where_a_model_has_running_statistics() 
 def test_a_worker_reads_newer_parameters_than_it_must_where_these_have_arrived() -> None:
     served = Served(1, staleness=2)
 
-    def returned(step: int) -> bool:
-        return min(served.running[0].versions) > step
-
     def work(c: Communicator) -> None:
         rank = Rank(c, served, None)
+        access = rank.replica._binding.access
+        assert isinstance(access, BoundedStaleness)
+
+        def arrived(step: int) -> bool:
+            return all(access._puts.arrived(each.index, step + 1) for each in access.buckets)
+
         for step in range(4):
             rank.train(step)
-            wait_until(partial(returned, step))
-        assert set(rank.replica._binding.access.reads) == {0}  # type: ignore[arg-type]
+            wait_until(partial(arrived, step))
+        assert set(access.reads) == {0}
         rank.close()
 
     run_ranks(1, work)
