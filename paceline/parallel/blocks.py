@@ -104,11 +104,11 @@ def cut_paths(paths: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
         if not found or not found[0]:
             raise ConfigError(
                 Message(
-                    "{--cuts} names {!r}, where no stage can begin: {}each stage but the first "
-                    "begins at a block of the model, which are {}.",
+                    "{--cuts} names {!r}, where no stage can begin: each stage but the first "
+                    "begins at a block of the model, which are {}.{}",
                     cut,
-                    _guess(cut, paths),
                     _listed(paths[1:]),
+                    _guess(cut, paths),
                 )
             )
         if found[0] <= starts[-1]:
@@ -153,10 +153,10 @@ def take_part(model: nn.Module, paths: Sequence[str], prefix: str = "") -> dict[
 
 
 def _guess(cut: str, paths: Sequence[str]) -> str:
-    """Return which blocks, or children that have several, have similar names, as a clause."""
+    """Return which blocks, or children that have several, have similar names, as a question."""
     known = [*paths[1:], *(path.partition(".")[0] for path in paths[1:])]
     near = get_close_matches(cut, dict.fromkeys(known), n=2)
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -10,9 +10,10 @@ import torch
 from paceline.codecs.merge_codecs import merge_codec
 from paceline.comm.nixl.agent import require_nixl
 from paceline.comm.shared_gpus import sharing_ranks
+from paceline.config.data import DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.mixup import MOST_LABELS
-from paceline.errors import ConfigError, Message
+from paceline.errors import ConfigError, Message, many
 from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
@@ -146,7 +147,8 @@ def _notes(config: TrainConfig, sources: Databases) -> Iterator[str]:
             )
     labels = sources.train.labels
     if labels is not None and (classes := labels.max() + 1) < wanted:
+        by_default = ", as Caffe2's by default" if wanted == DataConfig.num_labels else ""
         yield (
-            f"the training data has {'1 class' if classes == 1 else f'{classes} classes'} but the "
-            f"model has {wanted} outputs; use --num_labels {classes}."
+            f"the training data has {many(int(classes), 'class')}, but the model gets {wanted:,} "
+            f"outputs{by_default}; use --num_labels {classes}."
         )

@@ -194,8 +194,8 @@ FLAGS = {
     ),
     "a cut that there isn't": Bad(
         command="--stages 2 --num_workers 2 --model resnet50 --cuts layr3",
-        message=r"--cuts names 'layr3', where no stage can begin: did you mean layer3 .*\? each "
-        r"stage but the first begins at a block of the model, which are bn1, .*, fc\.",
+        message=r"--cuts names 'layr3', where no stage can begin: each stage but the first "
+        r"begins at a block of the model, which are bn1, .*, fc\. Did you mean layer3 .*\?",
     ),
     "too many cuts": Bad(
         command="--stages 2 --num_workers 2 --cuts layer1,layer2",

@@ -86,6 +86,17 @@ def test_labels_beyond_num_labels_are_an_error_or_skipped_and_noted(database: Pa
     assert "8 bad records of epoch 0" in notes[-1]
 
 
+def test_a_model_of_more_outputs_than_classes_is_noted_with_the_flag(database: Path) -> None:
+    (note,) = check(config_of("--train_data", database), 0)
+    assert note == (
+        "the training data has 10 classes, but the model gets 1,000 outputs, as Caffe2's by "
+        "default; use --num_labels 10."
+    )
+    (note,) = check(config_of("--train_data", database, "--num_labels", 12), 0)
+    assert note.endswith(", but the model gets 12 outputs; use --num_labels 10.")
+    assert check(config_of("--train_data", database, "--num_labels", 10), 0) == []
+
+
 def test_labels_that_are_all_beyond_num_labels_are_an_error_in_any_case(tmp_path: Path) -> None:
     value = raw_datum(bgr_planes(np.zeros((4, 4, 3), np.uint8)), 5)
     ENGINES["lmdb"].write(tmp_path / "train", [(key(i), value) for i in range(4)])
