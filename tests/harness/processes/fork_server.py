@@ -61,6 +61,7 @@ PREPARED = (
     *("torch.utils.serialization", "rich._emoji_codes"),
 )
 PROXY = Path(__file__).with_name("python_proxy.py")
+_CORES = os.sched_getaffinity(0)  # of the tests; one of the contracts may be on one core by now
 _ARGUMENTS = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _proxies: Path | None = None  # the folder of the server of which this process is a fork
 RealPopen = subprocess.Popen  # where a test replaces it
@@ -221,6 +222,8 @@ class Server:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(_make_proxies(self.proxies)))
             listener.listen(64)
+            own = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, _CORES)
             self._process = RealPopen(
                 [
                     *(sys.executable, "-m", __name__),
@@ -231,6 +234,7 @@ class Server:
                 pass_fds=[theirs.fileno(), listener.fileno()],
                 env={**environment, **threads, **quiet},
             )
+            os.sched_setaffinity(0, own)
         self.pid = self._process.pid
         theirs.close()
         atexit.register(self.close)
