@@ -198,7 +198,7 @@ def test_residuals_are_dropped_where_no_lossy_wire_is_used_any_more(
     flags, moments = (*CASES["int8"], *FLOAT32), [[(3, "end")] * 3]
     TrainerRollbacks(tmp_path / "run", flags, (1, 1, 1), moments, parked).run()
     texts = [line["text"] for line in events(tmp_path / "run") if line["event"] == "note"]
-    assert [text for text in texts if "residuals" in text] == notes
+    assert [text for text in texts if "error-feedback residuals" in text] == notes
 
 
 @pytest.mark.parametrize(

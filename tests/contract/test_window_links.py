@@ -305,7 +305,7 @@ def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
 
 def test_another_jobs_rank_is_no_peer() -> None:
     ours = bootstraps(2)[0]
-    theirs = Bootstrap(**{**vars(ours), "rank": 1, "token": "another job's", "limit": 2.0})
+    theirs = Bootstrap(**{**vars(ours), "rank": 1, "token": "another job's"})
     errors: list[BaseException] = []
 
     def join(bootstrap: Bootstrap) -> None:
@@ -314,13 +314,13 @@ def test_another_jobs_rank_is_no_peer() -> None:
         except (PeerLost, CommTimeout) as error:
             errors.append(error)
 
-    patient = Bootstrap(**{**vars(ours), "limit": 2.0})
+    patient = Bootstrap(**{**vars(ours), "limit": 5.0})
     thread = threading.Thread(target=join, args=(patient,))
     thread.start()
     join(theirs)
     thread.join()
     said = sorted(map(str, errors))
-    assert said[0].startswith("rank 0 timed out after 2 s waiting for a connection from rank 1")
+    assert said[0].startswith("rank 0 timed out after 5 s waiting for a connection from rank 1")
     assert said[1].startswith("rank 1: the process at 127.0.0.1 ")
     assert said[1].endswith(" is not rank 0 of this job (authentication failed).")
 

@@ -19,6 +19,7 @@ from paceline.models.zoo import build_model
 from tests.harness.data.image_folder import some_images
 from tests.harness.processes.launcher_commands import Script, run
 from tests.harness.processes.python_program import ROOT
+from tests.harness.processes.run_folders import wait_until_step
 
 EXAMPLES = ROOT / "examples"
 SMALL = ("--files", "6", "--width", "32", "--layers", "1", "--length", "64", "--batch", "32")
@@ -88,7 +89,7 @@ def test_the_transformer_learns_and_goes_on_where_it_was_stopped(tmp_path: Path)
     assert bits[1] < bits[0] < 7  # of 128 symbols
 
     stopped = Script("paceline", *command, "run", folder=tmp_path)
-    stopped.line_with("epoch 0:")
+    wait_until_step(tmp_path / "run", 1, 0)  # of a hundred and more
     stopped.send(signal.SIGTERM)
     assert stopped.wait().status == 143
     again = run("paceline", *command, "run", folder=tmp_path)
