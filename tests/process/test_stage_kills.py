@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from paceline.observe.event_file import find_event_files, read_events
-from tests.harness.library.pipeline_kills import EPOCHS, PLACES, UNSEEN_AT, whole_alone
+from tests.harness.library.pipeline_kills import EPOCHS, PLACES, UNSEEN_AT, UPDATED_AT, whole_alone
 from tests.harness.processes.fault_runs import EXACT, distance, load, proof_of
 from tests.harness.processes.launcher_commands import run
 
@@ -54,10 +54,15 @@ def test_the_other_replica_continues_exactly_whenever_a_stage_is_killed(
     assert check(tmp_path, whole_alone(), f"{member}:{draw.randrange(1, PLACES)}")
 
 
-def test_the_other_replica_completes_an_evaluation_in_which_it_learns_of_the_loss(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("killed_at", "learns_at"),
+    [(UNSEEN_AT, UNSEEN_AT), (UPDATED_AT, UPDATED_AT + 1)],
+    ids=["between epochs", "after an update"],
+)
+def test_the_other_replica_continues_from_an_evaluation_in_which_it_learns_of_the_loss(
+    killed_at: int, learns_at: int, tmp_path: Path
 ) -> None:
-    assert check(tmp_path, whole_alone(), f"2:{UNSEEN_AT}", f"3:{UNSEEN_AT}:wait")
+    assert check(tmp_path, whole_alone(), f"2:{killed_at}", f"3:{learns_at}:wait")
 
 
 def main(count: int) -> None:

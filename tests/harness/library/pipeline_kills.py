@@ -4,9 +4,9 @@
 
 A place is before a step, in each microbatch's forward and backward, before and after the update,
 in each microbatch of an evaluation after the step, and of one between two epochs, and behind that;
-those of a process are counted from 1. At some places a process waits until a loss is known
-instead. A process that reaches the end has evaluated as plain torch
-does, and saves the whole model's weights in a file named by its process id.
+those of a process are counted from 1. At some places a process of the first generation waits until
+a loss is known instead. A process that reaches the end has evaluated as plain torch does, and saves
+the whole model's weights in a file named by its process id.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ EPOCHS = 3
 STAGES = 2
 MICROBATCHES = 2
 # Of a process without a loss: the last of an epoch's 5 batches has one sample a replica.
+UPDATED_AT = 3 + 2 * MICROBATCHES  # the place after the first update
 UNSEEN_AT = 4 * (3 + 3 * MICROBATCHES) + 3 + 3 + 1  # the first place of an epoch's evaluation
 PLACES = EPOCHS * (UNSEEN_AT + MICROBATCHES)
 
@@ -64,7 +65,7 @@ class Killer:
         moment = f"{self._member}:{self._passed}"
         if moment in self._moments:
             os.kill(os.getpid(), signal.SIGKILL)
-        if f"{moment}:wait" in self._moments:
+        if f"{moment}:wait" in self._moments and not self._world.generation:
             context = self._world._run.context
             wait_until(lambda: context._interrupted, limit=60)
 
