@@ -38,6 +38,7 @@ SHOWN_ONLY = {
     "continuous integration runs it",
     "installs from an index",
     "takes minutes on an idle machine",
+    "needs CIFAR-10 and a quarter of an hour",
     "needs CIFAR-10 and about half an hour",
     "needs CIFAR-10 and an hour and a half",
     "needs CIFAR-10, root and several hours",
