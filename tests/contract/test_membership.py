@@ -289,6 +289,7 @@ def test_a_proposer_that_is_lost_in_the_vote_is_left_out_too(
     assert {member.id for member in value.members} == ids(members, 1, 2, 3)
 
 
+@pytest.mark.alone  # a pause of this process forgives the silence
 def test_a_member_that_has_long_been_silent_is_judged_before_a_vote(
     make: Callable[..., Members],
 ) -> None:
