@@ -294,7 +294,7 @@ def test_a_member_that_has_long_been_silent_is_judged_before_a_vote(
     make: Callable[..., Members],
 ) -> None:
     """Another one, which suspects it already, has interrupted the generation."""
-    members = make((3,), options=replace(OPTIONS, peer_timeout=4.0))
+    members = make((3,), options=replace(OPTIONS, peer_timeout=2.0))
     members.freeze(1)
     wait_until(lambda: members.all[0]._watch.is_unsure, limit=LIMIT)
     value = agreed(members.next((0, 2)))
