@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.synchronizer import Weights
-from paceline.cluster.supervision.allocator import is_trim_due, return_freed_memory
+from paceline.cluster.supervision.allocator import HoleTrims
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import gather_counts, total
 from paceline.data import splitmix
@@ -105,7 +105,8 @@ class Steps:
         self._further = False  # that step trains the batch of the last one, too
         self._began = 0.0
         self._spans = ExitStack()  # of that step, entered
-        self._trim_due = False  # before the next backward pass
+        self._holes = HoleTrims()
+        self._before_first_backward = False  # of the step under way
         self.position = position
         self._requests = requests
         self._value_count = len(position.sums)
@@ -120,10 +121,10 @@ class Steps:
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
     ) -> None:
-        """Give the allocator's holes back before a step's backward pass, where that is due."""
-        if self._trim_due:
-            self._trim_due = False
-            return_freed_memory()
+        """Give the allocator's holes back before a step's first backward pass, where they grow."""
+        if self._before_first_backward:
+            self._before_first_backward = False
+            self._holes.before_backward(self._steps_alike)
 
     @property
     def generation(self) -> int:
@@ -134,7 +135,7 @@ class Steps:
         """Begin a generation's steps at the position, as `GenerationSteps` does."""
         self._seeded: int | None = None  # the step for which `seed` has seeded all streams
         self._steps_alike = 0  # since the generation began, or a checkpoint gave memory back
-        self._trim_due = False
+        self._before_first_backward = False
         self._continued = 0  # which optimizers stepped an odd number of times in further steps
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
@@ -470,7 +471,7 @@ class Steps:
         """Save what is due before a step, or stop; then begin the step's random streams."""
         with self.run.timeline.span("boundary"):
             self._act_on_summaries(number)
-            self._trim_due = is_trim_due(self._steps_alike)
+            self._before_first_backward = True
         word = self._seed_torch(_IN_STEP, number)
         # Python's and numpy's streams continue where `seed` has seeded them before the step:
         # unlike torch's, they take long to seed.

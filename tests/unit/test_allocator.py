@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
-from paceline.cluster.supervision.allocator import is_trim_due
+from paceline.cluster.supervision.allocator import HoleTrims, own_memory
 
 # glibc raises its own thresholds as it goes, at times enough: this holds them where they begin.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -80,6 +82,40 @@ def test_holes_between_tensors_go_back_to_the_kernel_by_a_trim() -> None:
     assert trimmed > 0.9 * 10 * 4_000_000
 
 
-def test_the_first_steps_are_trimmed_and_then_each_second() -> None:
-    due = [step for step in range(16) if is_trim_due(step)]
-    assert due == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14]
+def trims(sizes: Sequence[int]) -> list[int]:
+    """Return before which steps there is a trim, where this process's memory is so large then."""
+    found: list[int] = []
+    step = 0
+    holes = HoleTrims(memory=lambda: sizes[step], trim=lambda: found.append(step))
+    for step in range(len(sizes)):
+        holes.before_backward(step)
+    return found
+
+
+def test_the_first_steps_are_trimmed_and_then_none_where_memory_stays() -> None:
+    assert trims([100_000] * 30) == [*range(9)]
+    assert trims([100_000 + 200 * (step % 5) for step in range(30)]) == [*range(9)]
+
+
+def test_where_memory_grows_a_trim_follows() -> None:
+    # A trim at step 12, after which the holes are gone, and grow again.
+    sizes = [*[100_000] * 10, 101_000, 101_500, 102_000, *[100_000] * 4, 102_000, *[100_000] * 4]
+    assert trims(sizes) == [*range(9), 12, 17]
+    # By so much in each step, that each second one has a trim: between, the memory is measured.
+    assert trims([100_000 + 3_000 * step for step in range(16)]) == [*range(9), 10, 12, 14]
+
+
+def test_the_least_memory_since_a_trim_counts() -> None:
+    sizes = [*[100_000] * 9, 103_000, 100_000, 102_000, *[100_000] * 4]
+    assert trims(sizes) == [*range(9), 11]
+
+
+def test_own_memory_is_what_this_process_has_touched_and_shares_with_none() -> None:
+    before = own_memory()
+    touched = bytearray(b"1") * 50_000_000
+    assert 0.9 * len(touched) < own_memory() - before < 1.2 * len(touched)
+    del touched
+    before = own_memory()
+    with mmap.mmap(-1, 50_000_000) as shared:  # MAP_SHARED
+        shared.write(b"1" * 1_000_000 * 50)
+        assert own_memory() - before < 10_000_000
