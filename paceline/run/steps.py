@@ -106,7 +106,7 @@ class Steps:
         self._began = 0.0
         self._spans = ExitStack()  # of that step, entered
         self._holes = HoleTrims()
-        self._before_first_backward = False  # of the step under way
+        self._before_first_backward = False  # whether the step has had no backward pass yet
         self.position = position
         self._requests = requests
         self._value_count = len(position.sums)
@@ -121,7 +121,7 @@ class Steps:
     def before_backward(
         self, outputs: Sequence[object], inputs: Sequence[object], *, create_graph: bool
     ) -> None:
-        """Give the allocator's holes back before a step's first backward pass, where they grow."""
+        """Before a step's first backward pass, give freed memory back, if that is due."""
         if self._before_first_backward:
             self._before_first_backward = False
             self._holes.before_backward(self._steps_alike)

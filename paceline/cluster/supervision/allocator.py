@@ -1,4 +1,4 @@
-"""Setting of the C allocator of what computes: memory freed by a step stays for the next one.
+"""Settings of the C allocator of processes that compute: a step's freed memory serves the next one.
 
 By default glibc returns freed memory to the kernel, which zeroes it again page by page: 25,000 page
 faults in a step of a ResNet-50 on a core, a fifth of its time.
@@ -7,9 +7,10 @@ What is kept has holes. glibc cuts aligned memory, such as a tensor's, from a la
 hole of exactly its size isn't used again. In the first steps, while momenta and copies are made
 between gradients that come and go, the holes grow to once or twice the weights, and with some
 models later by some per cent a step. Their pages go back to the kernel by trims (malloc_trim(3)).
-What a trim gives back of a step's own memory is faulted in once more, at 1.4 µs a page. So it is
-made before a backward pass, when the activations are there; but gradients that `zero_grad` has
-dropped are free then, too. After the first steps there is one only where memory has grown.
+A trim gives all free pages back. Those that a step uses are faulted in once more, at 1.1 to 1.4 µs
+a page. So it is made before a backward pass, when the activations aren't free; but gradients that
+`zero_grad` has dropped are. After the first steps, therefore, there is a trim only where memory has
+grown. Until then the process keeps what its largest step, or an evaluation, has used.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _LIMITS = (  # of a control group, version 2 and 1
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 _STATM = Path("/proc/self/statm")
-_FIRST_STEPS = 8  # in which a step's memory takes its places
-_GROWTH = 1 / 64  # of this process's own memory
+_FIRST_STEPS = 8  # with a trim each, while momenta and copies are made
+_GROWTH = 1 / 64  # of this process's own memory, which is left to holes
 
 
 def keep_freed_memory() -> bool:
@@ -43,7 +44,10 @@ def keep_freed_memory() -> bool:
 
 
 def own_memory() -> int:
-    """Return the bytes of memory that this process alone has; 0 where the kernel doesn't say."""
+    """Return the resident bytes of this process that neither files nor shared memory back.
+
+    0 where the kernel doesn't say.
+    """
     try:
         _, resident, shared, *_ = map(int, _STATM.read_text().split())
     except OSError:
@@ -59,10 +63,14 @@ def return_freed_memory() -> None:
 
 
 class HoleTrims:
-    """Trims of a process's holes before backward passes: in the first steps, and where they grow.
+    """Schedule of a process's trims: in each of the first steps, then where its memory has grown.
+
+    Memory is measured before backward passes, from the step after a trim on: it then includes again
+    the pages that the trim gave back and a step uses. The next trim is due where a measurement is
+    more than 1/64 above the least one since the last trim.
 
     Args:
-        memory: returns the bytes of memory that this process alone has.
+        memory: returns this process's own memory, bytes.
         trim: gives freed memory back.
     """
 
@@ -71,11 +79,15 @@ class HoleTrims:
     ) -> None:
         self._memory = memory
         self._trim = trim
-        self._least: int | None = None  # with a whole step's memory, since the last trim
+        self._least: int | None = None  # memory measured since the last trim
 
     def before_backward(self, steps: int) -> None:
-        """Trim, where that is due after so many steps of the same kind."""
-        if steps <= _FIRST_STEPS:
+        """Trim, if that is due in a step whose backward pass is about to begin.
+
+        Args:
+            steps: completed steps since the generation began, or since a checkpoint was written.
+        """
+        if steps < _FIRST_STEPS:
             self._least = None
             self._trim()
             return
