@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -48,6 +49,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        # As `make site`: what Python compiles lies in docs/ then.
+        patch.setattr(sys, "dont_write_bytecode", False)
         config = load_config(site_dir=str(folder), strict=True)
         config.plugins.on_startup(command="build", dirty=False)
         build(config)
@@ -66,6 +69,10 @@ def test_each_page_of_the_documents_is_in_the_navigation(site: Path) -> None:
         shown = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / shown).exists()
         assert str(shown) in index.links
+
+
+def test_no_compiled_program_is_on_the_site(site: Path) -> None:
+    assert [*site.rglob("__pycache__")] == []
 
 
 def test_a_browser_loads_nothing_from_elsewhere(site: Path, pages: dict[Path, Reader]) -> None:
