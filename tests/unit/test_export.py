@@ -105,6 +105,8 @@ def test_onnx_runs_in_batches_of_any_size(
 ) -> None:
     path, _ = exported(folder, capsys, "onnx", *words)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for value in (*session.get_inputs(), *session.get_outputs()):
+        assert value.shape[0] == "batch"
     wanted = logits_of(model, IMAGES)
     images = raw().float() if words else normalised()
     for size in (1, 7, 64):

@@ -35,6 +35,7 @@ from paceline.wiring.model import make_model
 
 INPUT = "images"
 OUTPUT = "logits"
+BATCH = "batch"  # name of the dimension of any size
 _UNKNOWN_TO_ONNX = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 
 Run = Callable[[Tensor], Tensor]
@@ -152,7 +153,12 @@ def _write_onnx(file: BinaryIO, exported: Exported) -> None:
     with _quiet():
         try:
             converted = torch.onnx.export(
-                program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+                program,
+                dynamo=True,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                dynamic_shapes=({0: BATCH},),  # names the dimension, which is "s77" without
+                verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
             unknown = _UNKNOWN_TO_ONNX.search(str(error))
@@ -186,7 +192,7 @@ def _traced(name: str, exported: Exported) -> torch.export.ExportedProgram:
     """
     data = exported.trained.config.data
     images = torch.zeros(2, data.num_channels, data.image_size, data.image_size)
-    sizes = ({0: torch.export.Dim("batch")},)
+    sizes = ({0: torch.export.Dim(BATCH)},)
     with _quiet():
         try:
             return torch.export.export(exported.module, (images,), dynamic_shapes=sizes)
