@@ -82,7 +82,10 @@ class TrainedModel:
     @classmethod
     def _of_file(cls, folder: Path | None, device: torch.device, file: Path) -> Self:
         check_weights(file, "weights")
-        about = read_description(file) or _description_of(folder, file)
+        described = read_description(file)
+        if folder is not None and described:
+            _require_model_of_run(folder, file, described)
+        about = described or _description_of(folder, file)
         config = _config_of(file, about)
         model = make_model(config, device).eval()
         load_weights(file, model, flag="weights", whole=True)
@@ -131,6 +134,31 @@ def _weights_of(folder: Path, weights: str) -> Path:
             files[0],
         )
     )
+
+
+def _require_model_of_run(folder: Path, file: Path, described: Mapping[str, Any]) -> None:
+    """Require that a file of weights describes the model that the run has.
+
+    Raises:
+        ConfigError: it describes another one, whose scores would pass for the run's.
+    """
+    flags = read_configuration(folder)
+    found, wanted = (_model_in(about) for about in (described, flags))
+    if "image_size" in flags and None not in (*found, *wanted) and found != wanted:
+        raise ConfigError(
+            Message(
+                "{--weights} {}: it has a {}, and the run {} a {}; give the file in place of the "
+                "run.",
+                file,
+                "{} for {} classes and {} channels".format(*found),
+                folder.name,
+                "{} for {} classes and {} channels".format(*wanted),
+            )
+        )
+
+
+def _model_in(about: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(about.get(flag) for flag in ("model", "num_labels", "num_channels"))
 
 
 def _description_of(folder: Path | None, file: Path) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) 
     for number, name in enumerate(("ant", "bee", "cat")):
         write_image(Path("insects", name, "0.png"), number)
     assert main(["db", "create", "insects", "insects-db"]) == 0
+    write_model(Path("four.pt"), 0, num_labels=4, described=True)
     for words, sentence in (
         ("pets --test_data nowhere", "--test_data nowhere: there is no such database"),
         ("pets --test_data insects-db", "its classes, ant, bee, cat, aren't those of the run"),
@@ -112,6 +113,10 @@ def test_bad_input_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) 
         ("pets --test_data test --confusion_png x.pdf", "--confusion_png x.pdf: must end in .png"),
         ("pets --test_data test --confusion_png no/x.png", "--confusion_png no/x.png: is in a"),
         ("pets --test_data test --weights best", "resnet20_best.pt isn't there"),
+        (
+            "pets --test_data test --weights four.pt",
+            "for 4 classes and 3 channels, and the run pets",
+        ),
     ):
         assert main(["evaluate", *words.split(), "--use_cpu"]) == 2
         assert sentence in capsys.readouterr().err

@@ -8,7 +8,7 @@ from paceline.observe.plots.panels import drawing, saved, short_name
 
 _NAMED = 60  # classes, at most, that are named
 _COUNTED = 20  # classes, at most, whose cells have their counts
-_DARK = 0.55  # share of a class from which on a cell's count is white
+_DARK = 0.72  # share of a class from which on white has more contrast than black
 
 
 def confusion_png(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:

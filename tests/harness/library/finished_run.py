@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def write_model(
     """Write the weights of a seed, undescribed as in earlier versions; return the model."""
     torch.manual_seed(seed)
     model = build_model("resnet20", num_labels=num_labels, num_channels=3)
-    save_weights(path, model, describe(CONFIG, NAMES) if described else None)
+    config = replace(CONFIG, data=replace(CONFIG.data, num_labels=num_labels))
+    save_weights(path, model, describe(config, NAMES) if described else None)
     return model.eval()
 
 
