@@ -20,7 +20,7 @@ from paceline.data.image.image_paths import ImageFiles, find_images
 from paceline.data.source import Source
 from paceline.errors import ConfigError, Message
 from paceline.inference.export.export import BATCHES, Comparison, export
-from paceline.inference.export.formats import Format, require_format
+from paceline.inference.export.formats import FORMATS, Format, require_format
 from paceline.inference.trained_model import TrainedModel
 
 _DESCRIPTION = """\
@@ -80,6 +80,18 @@ def _path(config: ExportConfig, chosen: Format, trained: TrainedModel) -> Path:
     """
     path = Path(config.output or _default_path(chosen, trained))
     check_output("output", str(path))
+    others = {one.suffix: name for name, one in FORMATS.items() if one is not chosen}
+    if path.suffix in others:  # a program that goes by the name would read it as that format
+        raise ConfigError(
+            Message(
+                "{--output} {}: the name is that of {--format} {}, and the file is of {--format} "
+                "{}; end it in {}.",
+                path,
+                others[path.suffix],
+                config.format,
+                chosen.suffix,
+            )
+        )
     if path.exists() and path.samefile(trained.weights):
         raise ConfigError(Message("{} is what is exported: give another {--output}.", path))
     if path.exists() and not config.overwrite:

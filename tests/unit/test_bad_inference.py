@@ -130,6 +130,8 @@ CASES = {
     "--output, or --overwrite",
     "evaluate w.pt --test_data test --confusion_png far/x.png": "--confusion_png far/x.png: is in "
     "a folder that isn't there; give the name of a file in a folder that you can write",
+    "export w.pt --format onnx --images photos --output new.safetensors": "the name is that of "
+    "--format safetensors, and the file is of --format onnx; end it in .onnx",
     "export w.pt --images photos --output photos": "--output photos: is a folder; give the name of",
     "export w.pt --images photos --output far/w.pt": "is in a folder that isn't there",
     "export w.pt --output new.out": "--test_data: no database is given, and there is no run that "
