@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if config.confusion_png:
         picture = confusion_png(result.confusion.tolist(), trained.names)
         write_output("confusion_png", config.confusion_png, picture)
+        print(f"paceline: {config.confusion_png} has the confusion matrix.", file=sys.stderr)
     if config.json:
         print(json.dumps(_as_json(result, trained.names)))
     else:

@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
             else:
                 show(one)
             shown(number, len(paths))
+    if not paths:
+        print("paceline: standard input names no image.", file=sys.stderr)
     if unread:
         print(
             f"paceline: {unread:,} of {many(len(paths), 'image')} couldn't be read.",

@@ -74,9 +74,12 @@ def test_a_class_is_taken_most_often_for_another_one_or_for_none() -> None:
     assert most_confused([0, 0, 0], 0) is None
 
 
-def test_the_matrix_is_drawn_with_a_cell_for_each_count(run: Path) -> None:
+def test_the_matrix_is_drawn_with_a_cell_for_each_count(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["evaluate", "pets", "--test_data", "test", "--use_cpu", "--confusion_png"]
     assert main([*words, "matrix.png"]) == 0
+    assert "matrix.png has the confusion matrix" in capsys.readouterr().err
     image = Image.open("matrix.png").convert("RGB")
     known = {colour for _, colour in image.getcolors(1 << 24)}  # type: ignore[union-attr]
     logits = logits_of(write_model(run / "other.pt", 0), IMAGES)

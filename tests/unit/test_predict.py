@@ -100,6 +100,16 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_classified(
     assert "paceline: 4 of 11 images couldn't be read." in error
 
 
+def test_a_list_without_a_line_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["predict", "pets", "-", "--csv", "--use_cpu", "--decode_workers", "0"]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith("image,class_1,")
+    assert error == "paceline: standard input names no image.\n"
+
+
 def test_many_images_are_decoded_by_processes_in_their_order(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
