@@ -86,7 +86,8 @@ def _initialise(model: nn.Module, config: ModelConfig) -> tuple[str, ...]:
     if not given:
         return ()
     if not Path(given).exists() and (found := pretrained_weights(config.name, given)) is not None:
-        notes = install_weights(found, model, source=f"{config.name} ({given})")
+        given = f"{config.name} ({given})"
+        notes = install_weights(found, model, source=given)
     else:
         with user_named_file():
             notes = load_weights(Path(given), model)

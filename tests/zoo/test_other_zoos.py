@@ -76,7 +76,7 @@ def test_a_folder_of_transformers_is_a_model_and_its_weights(folder: Path) -> No
     )
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(model.eval()(images), known.eval()(images).logits)
-    assert notes == []
+    assert notes == [f"hf:{folder} (pretrained): the model begins with all of its weights."]
     file = str(folder / "model.safetensors")
     model, _ = started("--model", f"hf:{folder}", "--weights", file, "--num_labels", "7")
     torch.testing.assert_close(model.eval()(images), known.eval()(images).logits)
