@@ -8,7 +8,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
+
+import paceline
 from paceline.cluster.supervision.allocator import HoleTrims, own_memory
+from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
 
 # glibc raises its own thresholds as it goes, at times enough: this holds them where they begin.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -108,6 +112,26 @@ def test_where_memory_grows_a_trim_follows() -> None:
 def test_the_least_memory_since_a_trim_counts() -> None:
     sizes = [*[100_000] * 8, 103_000, 100_000, 102_000, *[100_000] * 4]
     assert trims(sizes) == [*range(8), 10]
+
+
+def test_a_step_looks_at_its_memory_once_before_its_first_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(HoleTrims, "before_backward", lambda _, steps: looks.append(steps))
+    with paceline.join() as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        for number, (x, y) in enumerate(paceline.loader(samples(), BATCH, world)):
+            with world.step():
+                assert looks == [*range(number)]
+                for _ in range(2):
+                    loss_of(model, x, y).backward()
+                    assert looks == [*range(number + 1)]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(looks) == 5
 
 
 def test_own_memory_is_what_this_process_has_touched_and_shares_with_none() -> None:
